@@ -15,7 +15,7 @@ from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
-EVERYTHING = Augmentation(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2)
+EVERYTHING = Augmentation(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
 
 
 def batches(count: int) -> Iterator[dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from halfstep_train.workloads.segmentation.augment import Augmentation, augment
 from halfstep_train.workloads.segmentation.masks import IGNORED
 
-EVERYTHING = Augmentation(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2)
+EVERYTHING = Augmentation(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
 
 
 def blobs(num: int = 4, height: int = 40, width: int = 56) -> tuple[Tensor, Tensor]:
@@ -41,6 +41,7 @@ def test_nothing_switched_on_changes_nothing() -> None:
         Augmentation(rotate_degrees=90),
         Augmentation(scale=0.5),
         Augmentation(crop=0.5),
+        Augmentation(elastic_pixels=5),
         EVERYTHING,
     ],
 )
@@ -90,3 +91,10 @@ def test_brightness_leaves_the_mask_alone_and_stays_in_bounds() -> None:
     assert torch.equal(same, mask)
     difference = (changed - image - 0.5).abs()
     assert 0 < difference.max() <= 0.1 * 1.5 + 0.1 + 1e-6
+
+
+def test_the_global_random_state_is_neither_read_nor_written() -> None:
+    image, mask = blobs()
+    before = torch.get_rng_state()
+    augment(image, mask, EVERYTHING, key=(0,))
+    assert torch.equal(torch.get_rng_state(), before)

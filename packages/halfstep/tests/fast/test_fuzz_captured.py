@@ -27,7 +27,6 @@ def compare_many(mode: str, num_examples: int, **choices: Any) -> list[bool]:
     return were_captured
 
 
-@pytest.mark.slow  # ten programs, each trained and traced twice
 @pytest.mark.parametrize("mode", MODES)
 def test_random_programs_train_captured_as_they_do_eagerly(mode: str) -> None:
     were_captured = compare_many(mode, 10, derandomize=True)

@@ -71,7 +71,6 @@ REMOVED = {
     "schedule.step_size": Removed((10_000,), "schedule.milestones=N cuts every N steps"),
     "data.val_size": Removed((0,), "leave it out: validation reads every clip of its shards once"),
     "data.max_transmitters": Removed((0,), "leave it out: all transmitters of a map are used"),
-    "data.augment.elastic_pixels": Removed((0.0,), "leave it out: images are flipped, rotated, scaled and cropped"),
     "model.layer_scale": Removed((0.0,), "leave it out: blocks have no LayerScale"),
     "model.registers": Removed((0,), "leave it out: there are no register tokens"),
     "model.first_iterations": Removed((3,), "leave it out: the first frame takes one more iteration"),

@@ -118,7 +118,11 @@ def _read_facts(path: Path) -> dict[str, Any]:
     """Read the sizes and the latent scale of an exported first stage."""
     try:
         found = parse_json(path.read_text())
-        return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
+        # Written for RadioVAE, which takes them as two numbers; halfstep's autoencoders have equal ones.
+        sizes = {name: value for name, value in found["sizes"].items() if name != "z_channels"}
+        if found["sizes"].get("z_channels", sizes["latent_channels"]) != sizes["latent_channels"]:
+            raise ValueError("z_channels differs from latent_channels")
+        return {"sizes": dump_sizes(FirstStageConfig(**sizes)), "scale_factor": found["scale_factor"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"cannot read {path}: {error}", why="it holds the size of the autoencoder", fix="export the run again"

@@ -19,6 +19,9 @@ from halfstep.prefetching import send_to_device
 from halfstep_train.data.seeds import BatchDraws
 from halfstep_train.workloads.segmentation.masks import IGNORED
 
+ELASTIC_KNOTS = 6
+"""Control points per side of the elastic displacement, which is bicubic in between."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Augmentation:
@@ -33,11 +36,13 @@ class Augmentation:
     """Largest share of each side that a random crop removes; the rest is enlarged to the full size."""
     brightness: float = 0.0
     """Largest relative change of brightness and of contrast."""
+    elastic_pixels: float = 0.0
+    """Largest elastic displacement, in pixels."""
 
     @property
     def moves_pixels(self) -> bool:
         """True if any change is geometric."""
-        return any((self.flip, self.rotate_degrees, self.scale, self.crop))
+        return any((self.flip, self.rotate_degrees, self.scale, self.crop, self.elastic_pixels))
 
 
 def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -46,9 +51,16 @@ def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, 
     drawn = BatchDraws(key, num)
     # Always draw all numbers, so that enabling one change does not alter the random numbers of the others.
     draws = drawn.uniform(9)
+    knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
     numbers = draws.T.contiguous()
     if spec.moves_pixels:
         grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
+        if spec.elastic_pixels:
+            limits = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
+            shift = F.interpolate(
+                send_to_device(knots * limits, image.device), (height, width), mode="bicubic", align_corners=True
+            )
+            grid = grid + shift.permute(0, 2, 3, 1)
         image, mask = _sample(image, mask, grid)
     if spec.brightness:
         gain, offset = send_to_device((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
