@@ -16,7 +16,7 @@ from halfstep_train.run.assemble import decide_plan
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.memory.sizing import choose_pieces, choose_reduction, choose_sharding, make_peak_predictor
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.run.rehearsal import AgreedRehearsal, RunRehearsal
+from halfstep_train.run.rehearsal import LeadingRehearsal, RunRehearsal
 from halfstep_train.run.resume import Changes, refuse_missing_device
 from halfstep_train.run.run_rank import RunRank
 from halfstep_train.run.sharded_model import choose_sharded_mode
@@ -50,11 +50,11 @@ class PlanChoice:
         return self._agree(partial(self._update, folder, changes))
 
     def _agree(self, make: Callable[[Rehearsal], Plan]) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials that all ranks run together."""
+        """Return one plan for all ranks, each with its own device, from trials on rank 0."""
         own, world = (self._trial_config, self.workload), self.rank.world
         if world is None:
             return make(RunRehearsal(*own))
-        return AgreedRehearsal(*own, world, probe(self.device).device).plan(make)
+        return LeadingRehearsal(*own, world, probe(self.device).device).plan(make)
 
     @property
     def _trial_config(self) -> RunConfig:

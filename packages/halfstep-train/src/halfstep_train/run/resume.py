@@ -67,11 +67,6 @@ def flatten_settings(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 def accept_changes(loaded: Loaded, folder: RunFolder, *, allow: bool) -> tuple[Loaded, Settled, Changes]:
     """Return the settings of a resumed run, those that it stored, and how they differ; refuse what must not change."""
     own, settled = load(str(folder.config)), folder.read_settled()
-    train = settled.settings["train"]
-    if "cumulative_norms" not in train:  # stored before the setting existed
-        own = replace(own, config=own.config.replace(train={"cumulative_norms": False}))
-        train["cumulative_norms"] = False
-        settled.decided["train.cumulative_norms"] = [True]
     # What the run decided itself (from its data) is not a change of the user.
     loaded = apply_decided(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
