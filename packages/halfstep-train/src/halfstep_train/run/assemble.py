@@ -431,15 +431,13 @@ DEMO_PLAN_NOTE = (
 
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data if no folder is given, and decide its plan."""
-    if gpu:
-        return _warn_untimed(_plan_for(config, look_up_gpu(gpu)))
-    return _plan_for(config, probe(config.device))
-
-
-def _plan_for(config: RunConfig, hardware: Hardware) -> Plan:
+    hardware = look_up_gpu(gpu) if gpu else probe(config.device)
     with provide_data(config) as with_data, skip_initialisation():
         decided = decide_plan(with_data, build_workload(with_data), hardware)
-        return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
+    notes = [DEMO_PLAN_NOTE] if is_demo(config) else []
+    if gpu and decided.granted == "fp8":
+        notes.append(f"no layer was timed: a run on {decided.device_name} uses bf16 where fp8 is not faster")
+    return dataclasses.replace(decided, warnings=(*decided.warnings, *notes))
 
 
 def is_demo(config: RunConfig) -> bool:
@@ -457,15 +455,3 @@ def provide_data(config: RunConfig) -> Iterator[RunConfig]:
         data = Path(folder) / "demo"
         KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
         yield config.replace(data={"dir": str(data)})
-
-
-def _warn_untimed(decided: Plan) -> Plan:
-    """Warn that fp8 layers were not timed: that needs the GPU itself."""
-    if decided.granted != "fp8":
-        return decided
-    note = f"no layer was timed: a run on {decided.device_name} uses bf16 where fp8 is not faster"
-    return _add_warning(decided, note)
-
-
-def _add_warning(decided: Plan, line: str) -> Plan:
-    return dataclasses.replace(decided, warnings=(*decided.warnings, line))

@@ -48,23 +48,9 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, guard: Gua
 
     With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
     """
-    parts.recorder = Recorder(
-        folder.path / FOLDER,
-        parts.model,
-        parts.step,
-        make_capsule_context(parts, folder, source),
-        # Rank 0 shows only the warnings of other ranks, so their notices must be warnings.
-        notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
-        most=guard.capsules,
-        spikes=guard.capture_spikes,
-    )
-    parts.guard.observers.append(parts.recorder.observe)
-
-
-def make_capsule_context(parts: Assembly, folder: RunFolder, source: RunSource) -> CapsuleContext:
-    """Collect what a capsule stores in addition to its step: config, plan, code, and how to load the window again."""
     world = parts.world
-    return CapsuleContext(
+    # What a capsule stores in addition to its step: config, plan, code, and how to load the window again.
+    context = CapsuleContext(
         about={
             "workload": parts.name,
             "base_lr": source.base_lr,
@@ -81,6 +67,17 @@ def make_capsule_context(parts: Assembly, folder: RunFolder, source: RunSource) 
         config=source.config,
         find_checkpoint=lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), ""),
     )
+    parts.recorder = Recorder(
+        folder.path / FOLDER,
+        parts.model,
+        parts.step,
+        context,
+        # Rank 0 shows only the warnings of other ranks, so their notices must be warnings.
+        notice=lambda text: notice(text, "info" if world is None or world.is_first else "warning"),
+        most=guard.capsules,
+        spikes=guard.capture_spikes,
+    )
+    parts.guard.observers.append(parts.recorder.observe)
 
 
 def _describe_share(parts: Assembly, reading: Reading) -> dict[str, Any]:

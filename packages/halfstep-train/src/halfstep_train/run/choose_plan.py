@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import PrecisionConfig, RunConfig
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import decide_plan
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.memory.sizing import choose_pieces, choose_reduction, choose_sharding, make_peak_predictor
@@ -23,11 +22,6 @@ from halfstep_train.run.sharded_model import choose_sharded_mode
 from halfstep_train.tune.choose import MEASURED_FOR, strip_tuning, tune_plan
 from halfstep_train.tune.trials import Rehearsal
 from halfstep_train.workloads.base.workload import Workload
-
-
-def refuse_missing_format(precision: PrecisionConfig, device: str) -> None:
-    """Refuse a strict precision that the device lacks, before anything is built."""
-    decide(precision, probe(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +82,11 @@ class PlanChoice:
             trace = partial(build_traceable_step, self.config, store)
             return choose_reduction(train, plan, world.size, self._say, trace)
         trace = partial(build_traceable_step, self._trial_config, store)
-        peak = make_peak_predictor(rehearsal.settings.train, trace)
+        peak = make_peak_predictor(rehearsal.config.train, trace)
         plan = tune_plan(plan, rehearsal, self._say, peak=peak)
         if not train.auto_batch:
             return dataclasses.replace(plan, pieces=1)
-        pieces = choose_pieces(plan, self._say, rehearsal, trace, by_trial=world is not None)
+        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace)
         return dataclasses.replace(plan, pieces=pieces)
 
     def _say(self, line: str) -> None:

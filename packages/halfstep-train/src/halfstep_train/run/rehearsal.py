@@ -19,13 +19,12 @@ from halfstep.errors import HalfstepError, summarise_error
 from halfstep.hardware.memory import release_unused_memory
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
-from halfstep_train.config.schema import RunConfig, StepSettings
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, make_all_due
 from halfstep_train.run.engine import make_engine
 from halfstep_train.tune.fresh_thread import forget_compiled
 from halfstep_train.tune.memory_low import CannotRun, DoesNotFit
 from halfstep_train.tune.trials import Rehearsal, Trial, load_first_batch
-from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.workload import Workload
 
 
@@ -35,17 +34,6 @@ class RunRehearsal:
 
     config: RunConfig
     workload: Workload
-
-    @property
-    def name(self) -> str:
-        return self.config.workload
-
-    @property
-    def settings(self) -> StepSettings:
-        return self.config.step_settings
-
-    def describe_shape(self) -> tuple[int, str]:
-        return self.config.data.image_size, KINDS.of(self.name).describe_sample_size(self.config)
 
     @contextmanager
     def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> Iterator[Trial]:
