@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from halfstep.errors import ConfigError
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.keys import REMOVED, list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.statements import DEFAULT
@@ -195,6 +195,16 @@ def test_what_changes_nothing_is_noted() -> None:
     assert load("unet", overrides=["globals.X=1"]).notes == ("globals.X is set, but nothing refers to ${globals.X}",)
     (note,) = load("unet", overrides=["optimizer.nesterov=true"]).notes
     assert note == "optimizer.nesterov is not used by adamw, only by muon, sgd"
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_setting_that_was_removed_is_ignored_at_its_default_and_else_refused_with_what_to_do(path: str) -> None:
+    default = REMOVED[path].unchanged[0]
+    assert load("unet", overrides=[f"{path}={'null' if default is None else default}"]).config == load("unet").config
+    assert all(path not in list_fields(KINDS[name].get_schema(name)) for name in KINDS)
+    with pytest.raises(ConfigError, match=f"unknown key '{path}'") as refused:
+        load("unet", overrides=[f"{path}=17"])
+    assert refused.value.fix == REMOVED[path].instead
 
 
 def test_equal_statements_of_one_layer_agree(tmp_path: Path) -> None:

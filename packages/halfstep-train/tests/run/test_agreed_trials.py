@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -23,9 +22,8 @@ from halfstep_train.run.presentation import describe_rank_effects
 from halfstep_train.run.rehearsal import LeadingRehearsal
 from halfstep_train.tune.mode_search import ModeSearch
 from halfstep_train.tune.trials import Rehearsal, TrialTime, load_first_batch
-from halfstep_train.workloads import load
 from ranks_together import together
-from whole_runs import TINY
+from whole_runs import TINY, config_of
 
 pytestmark = pytest.mark.ranks
 
@@ -33,8 +31,7 @@ MOST_S = 20.0
 
 
 def config_with(**more: Any) -> RunConfig:
-    words = {**TINY, "train.batch_size": 4, "train.rank_timeout_s": 60, **more}
-    return load("rank_workload:build", overrides=[f"{key}={json.dumps(value)}" for key, value in words.items()]).config
+    return config_of({**TINY, "train.rank_timeout_s": 60, **more}, "rank_workload:build")
 
 
 def searched(world: World) -> Plan:

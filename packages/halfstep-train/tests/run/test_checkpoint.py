@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import textwrap
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +41,6 @@ def test_a_tree_of_everything_comes_back_as_it_was() -> None:
     assert torch.equal(back.pop("tensor"), tree.pop("tensor"))
     assert np.array_equal(back.pop("array"), tree.pop("array"))
     assert back == tree
-
-
-def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(5, checkpoint(0.1))
-    back = load(path)
-    assert torch.equal(back.model["weight"], torch.full((3, 2), 0.1))
-    assert back.state["lr"] == 0.1 + 0.2
-    assert back.state["optimizers"][0][0]["betas"] == (0.9, 0.999)
 
 
 def test_the_average_has_a_file_only_where_there_is_one(tmp_path: Path) -> None:
@@ -90,29 +80,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     assert "step-00000002 is damaged" in said[0]
 
 
-def test_no_flipped_bit_of_the_state_loads_differently_or_raises_another_error(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(2, checkpoint(2.0))
-    content, expected = (path / "state.json").read_bytes(), load(path)
-    chosen = random.Random(0)
-    refusals = []
-    for _ in range(400):
-        place, bit = chosen.randrange(len(content)), chosen.randrange(8)
-        (path / "state.json").write_bytes(flipped(content, place, bit))
-        try:
-            found = load(path)
-        except CheckpointError as error:
-            refusals.append(error.what)
-        else:  # the case of a letter in an escape or an exponent, say
-            assert found.state == expected.state
-            assert torch.equal(found.model["weight"], expected.model["weight"])
-    assert len(refusals) > 390
-    assert all("step-00000002 is damaged: state.json" in text for text in refusals)
-
-
-def flipped(content: bytes, place: int, bit: int) -> bytes:
-    return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
-
-
 @pytest.mark.parametrize(
     "document",
     [
@@ -129,20 +96,6 @@ def test_a_state_of_another_form_is_passed_over_like_damage(tmp_path: Path, docu
     (checkpoints.save(2, checkpoint(2.0)) / "state.json").write_text(json.dumps(seal(document)))
     path, _ = checkpoints.load_newest(on_damaged=lambda text: None)
     assert path.name == "step-00000001"
-
-
-@pytest.mark.parametrize("depth", [0, 100_000])
-def test_a_state_that_is_nested_too_deeply_is_passed_over_like_damage(tmp_path: Path, depth: int) -> None:
-    checkpoints, depth = Checkpoints(tmp_path), depth or sys.getrecursionlimit() - 100  # other packages raise the limit
-    checkpoints.save(1, checkpoint(1.0))
-    file = checkpoints.save(2, checkpoint(2.0)) / "state.json"
-    bomb = "[" * depth + "]" * depth
-    body = f'{{"layout": 1, "files": {{}}, "state": {bomb}'
-    file.write_text(f'{body}, "crc32": {zlib.crc32(f"{body}}}".encode())}}}')
-    said: list[str] = []
-    path, _ = checkpoints.load_newest(on_damaged=said.append)
-    assert path.name == "step-00000001"
-    assert "step-00000002 is damaged" in said[0]
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -239,24 +192,19 @@ def test_the_tenth_of_one_step_is_newer_than_the_second(tmp_path: Path) -> None:
     assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 11.0
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_there_and_speaks_of_nothing_else(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, checkpoint())
     big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
+    with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint") as failed:
+        checkpoints.save(1, big)
+    assert "start the run again" in failed.value.fix
+    assert "--resume" not in failed.value.fix
+    checkpoints.save(1, checkpoint())
     with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint") as failed:
         checkpoints.save(2, big)
     assert f"--resume {tmp_path.parent}" in failed.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert load(tmp_path / "step-00000001").model["weight"][0, 0] == 1.0
-
-
-def test_a_full_disk_at_the_first_checkpoint_does_not_speak_of_others(tmp_path: Path) -> None:
-    big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
-    with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint") as failed:
-        Checkpoints(tmp_path).save(1, big)
-    assert "start the run again" in failed.value.fix
-    assert "--resume" not in str(failed.value)
-    assert "intact" not in str(failed.value)
 
 
 def test_a_full_disk_keeps_the_former_mark_of_the_best(tmp_path: Path) -> None:
