@@ -50,6 +50,16 @@ def test_the_error_is_that_of_the_format() -> None:
         assert 0.05 * FORMATS[name].spacing_at_1 < errors[name] < FORMATS[name].spacing_at_1
 
 
+def test_a_cpu_is_measured_within_its_ten_seconds() -> None:
+    began = time.perf_counter()
+    hardware = measure(probe("cpu"), sizes=TINY)
+    assert time.perf_counter() - began < 10
+    assert {m.op for m in hardware.measurements} == {"matmul", "conv_nchw", "conv_nhwc"}
+    assert all(m.tflops > 0 for m in hardware.measurements)
+    assert hardware.bandwidth_gb_s is not None
+    assert hardware.bandwidth_gb_s > 0
+
+
 def test_what_is_too_slow_is_timed_small_and_a_note_says_so() -> None:
     driver = FakeDriver(cpuinfo=XEON, speedups={"bf16": 1e-5})
     hardware = measured(driver)

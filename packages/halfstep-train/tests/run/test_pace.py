@@ -103,13 +103,6 @@ def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.Captur
     assert " mp bf16 (simulated)" in said
 
 
-def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1000})
-    assert "Epoch 1/2 6/6" in said
-    assert "Epoch 2/2 0/2" in said
-    assert "Epoch 2/2 2/2" in said
-
-
 def test_steps_say_how_long_a_run_is_unless_epochs_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.memory.out_of_memory import explain_out_of_memory, split_window
 from halfstep_train.run.train import train
 from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads.segmentation.demo import write_demo
 from whole_runs import events, newest, run
 
 
@@ -74,12 +75,10 @@ def test_a_run_of_nothing_but_faults_stops_with_the_weights_it_began_with(tmp_pa
 
 BAD_INPUT = [
     ({"data.dir": "/no/such/folder"}, DataError, "/no/such/folder"),
-    ({"data.dir": "/no/such/folder", "train.batch_size": "many"}, ConfigError, "many"),
-    ({"precision": "fp7"}, ConfigError, "fp7"),
     ({"device": "cuda:7"}, HardwareError, "cuda:7"),
-    ({"data.dir": "{demo}", "train.batch_size": 1000}, DataError, "1000"),
-    ({"data.dir": "{demo}", "precision": "fp8", "precision.strict": True}, HalfstepError, "fp8"),
-    ({"data.dir": "{demo}", "model.weights": "/no/weights.pth"}, HalfstepError, "/no/weights.pth"),
+    ({"train.batch_size": 1000}, DataError, "1000"),
+    ({"precision": "fp8", "precision.strict": True}, HalfstepError, "fp8"),
+    ({"model.weights": "/no/weights.pth"}, HalfstepError, "/no/weights.pth"),
 ]
 
 
@@ -87,19 +86,10 @@ BAD_INPUT = [
 def test_bad_input_is_a_clear_error_and_leaves_no_run_behind(
     tmp_path: Path, values: dict[str, Any], kind: type[HalfstepError], said: str
 ) -> None:
-    from halfstep_train.workloads.segmentation.demo import write_demo
-
     write_demo(tmp_path / "demo", num_images=4, side=16)
-    settings = {key: str(tmp_path / "demo") if value == "{demo}" else value for key, value in values.items()}
-    small = {
-        "data.image_size": 16,
-        "model.base_channels": 2,
-        "model.depth": 1,
-        "train.batch_size": 2,
-        "log.quiet": True,
-    }
+    small = {"data.dir": str(tmp_path / "demo"), "data.image_size": 16, "model.base_channels": 2, "model.depth": 1}
     with pytest.raises(kind, match=said):
-        train(from_dict("unet", {**small, **settings, "log.quiet": True}), out=tmp_path / "run")
+        train(from_dict("unet", {**small, "train.batch_size": 2, "log.quiet": True, **values}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
