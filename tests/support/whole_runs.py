@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
+from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from halfstep_train.workloads.base.workload import Workload
@@ -50,7 +51,12 @@ def resume(folder: Path, *overrides: str, allow_changes: bool = False) -> Path:
 
 
 def newest(folder: Path) -> Checkpoint:
-    return Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)[1]
+    return load_newest(Checkpoints(folder / "checkpoints"))[1]
+
+
+def load_newest(checkpoints: Checkpoints, on_damaged: Callable[[str], object] = pytest.fail) -> tuple[Path, Checkpoint]:
+    path = checkpoints.find_newest(on_damaged=on_damaged)
+    return path, load_checkpoint(path)
 
 
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:

@@ -20,7 +20,7 @@ from halfstep.state_files import pack, unpack
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep_train.run.folder import RunFolder
 from warm_processes import process
-from whole_runs import small_disk
+from whole_runs import load_newest, small_disk
 
 
 def checkpoint(value: float = 1.0) -> Checkpoint:
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
         # The last byte of each file is data; of the JSON it is the closing brace.
         file.write_bytes(content[:-3] if damage == "truncate" else content[:-1] + bytes([content[-1] ^ 1]))
     said: list[str] = []
-    path, found = checkpoints.load_newest(on_damaged=said.append)
+    path, found = load_newest(checkpoints, said.append)
     assert path.name == "step-00000001"
     assert found.model["weight"][0, 0] == 1.0
     assert "step-00000002 is damaged" in said[0]
@@ -94,7 +94,7 @@ def test_a_state_of_another_form_is_passed_over_like_damage(tmp_path: Path, docu
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, checkpoint(1.0))
     (checkpoints.save(2, checkpoint(2.0)) / "state.json").write_text(json.dumps(seal(document)))
-    path, _ = checkpoints.load_newest(on_damaged=lambda text: None)
+    path, _ = load_newest(checkpoints, lambda text: None)
     assert path.name == "step-00000001"
 
 
@@ -140,7 +140,7 @@ def test_a_step_saved_twice_replaces_nothing_until_the_new_one_is_there(tmp_path
     checkpoints.mark_best(second, "iou", 0.5)
     third = checkpoints.save(4, checkpoint(3.0))
     assert checkpoints.find_best() == second
-    _, newest = checkpoints.load_newest(on_damaged=pytest.fail)
+    _, newest = load_newest(checkpoints)
     assert newest.model["weight"][0, 0] == 3.0
     assert third.is_dir()
 
@@ -152,13 +152,13 @@ def test_the_one_just_written_stays_when_a_later_one_was_damaged(tmp_path: Path,
     for step in (6, 8):
         (tmp_path / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
     checkpoints = Checkpoints(tmp_path, keep=keep)
-    path, _ = checkpoints.load_newest(on_damaged=lambda text: None)
+    path, _ = load_newest(checkpoints, lambda text: None)
     assert path.name == "step-00000004"
     assert len(list(tmp_path.glob(".damaged-*"))) == 2
     written = checkpoints.save(5, checkpoint(5.0))
     assert checkpoints.list_all() == ([path] if keep == 2 else []) + [written]
     assert checkpoints.save(6, checkpoint(6.0)).name == "step-00000006"
-    assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 6.0
+    assert load_newest(checkpoints)[1].model["weight"][0, 0] == 6.0
 
 
 def test_the_one_just_written_stays_whatever_has_a_later_number(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_where_all_are_damaged_none_is_moved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     (checkpoints.save(4, checkpoint()) / "state.json").unlink()
     with pytest.raises(CheckpointError, match="no usable checkpoint"):
-        checkpoints.load_newest(on_damaged=lambda text: None)
+        load_newest(checkpoints, lambda text: None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
@@ -189,7 +189,7 @@ def test_the_tenth_of_one_step_is_newer_than_the_second(tmp_path: Path) -> None:
         if k == 0:
             checkpoints.mark_best(path, "iou", 0.5)
     assert checkpoints.list_all()[-1].name == "step-00000005-11"
-    assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 11.0
+    assert load_newest(checkpoints)[1].model["weight"][0, 0] == 11.0
 
 
 def test_a_full_disk_keeps_what_was_there_and_speaks_of_nothing_else(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
                 time.sleep(0.002)
             time.sleep(0.017 * (attempt + 1))
         reported = [int(word) for word in said.read_text().split()]
-        path, found = Checkpoints(folder).load_newest(on_damaged=pytest.fail)
+        path, found = load_newest(Checkpoints(folder))
         assert found.state["step"] in (reported[-1], reported[-1] + 1)
         assert torch.equal(found.model["w"], found.state["m"])
         Checkpoints(folder).clean_up()

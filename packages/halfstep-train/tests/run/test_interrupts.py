@@ -20,7 +20,7 @@ from halfstep_train.run import train as training
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.interrupts import FINISHING_STEP, catch_interrupts
 from warm_processes import at_terminal, process
-from whole_runs import TINY, resume, run
+from whole_runs import TINY, newest, resume, run
 
 
 def endless(out: str, slow_from: int) -> None:
@@ -68,7 +68,7 @@ def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_
     assert left.name == "step-00000012"
     assert f"the newest checkpoint is {left}" in said
     assert f"halfstep train --resume {tmp_path / 'run'}" in said
-    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+    newest(tmp_path / "run")
 
 
 def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(
@@ -114,7 +114,7 @@ def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
         os.close(terminal)
         left.join(timeout=60)
         assert left.exitcode == 129
-    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+    newest(tmp_path / "run")
 
 
 def test_nohup_keeps_its_word() -> None:

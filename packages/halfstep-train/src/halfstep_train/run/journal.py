@@ -441,23 +441,19 @@ class Journal:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores."""
-        first = next(iter(self.seen.values()))
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
             "num_records": self.num_records,
-            "loss_sum": first.loss_sum,
-            "num_losses": first.num_losses,
+            "seen": {name: asdict(one) for name, one in self.seen.items()},
             "num_skipped": self.num_skipped,
             "num_spikes": self.num_spikes,
             "elapsed_s": self.elapsed_s,
-            **({"phases": {name: asdict(self.seen[name]) for name in self.phases}} if self.phases else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.latest = _load_reading(state["latest"])
         self.num_records = int(state["num_records"])
-        # A run without phases stores the keys of its one entry at the top level.
-        for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
+        for name, own in state["seen"].items():
             self.seen[name] = PhaseProgress(
                 _load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"])
             )
