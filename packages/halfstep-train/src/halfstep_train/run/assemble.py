@@ -379,18 +379,6 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
             why="it would silently keep its initial values",
             fix="name its module in a phase's parameters, or freeze it with requires_grad_(False)",
         )
-    _refuse_idle_iterations(phases)
-
-
-def has_parameter(phase: Phase, parameter: str) -> bool:
-    """True if the phase trains this parameter; a phase without names trains all."""
-    return not phase.parameters or is_within(parameter, phase.parameters)
-
-
-def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
-    """Refuse phases that leave an iteration in which nothing is trained."""
-    if any(phase.every == 1 and phase.from_step == 0 for phase in phases):
-        return
     # Which phases are due repeats after the least common multiple of their periods, once all have started.
     horizon = max(phase.from_step for phase in phases) + math.lcm(*(phase.every for phase in phases))
     for iteration in range(horizon):
@@ -400,6 +388,11 @@ def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
                 why="the iteration would read data without training on it",
                 fix="give one phase every=1 and from_step=0, or let phases alternate",
             )
+
+
+def has_parameter(phase: Phase, parameter: str) -> bool:
+    """True if the phase trains this parameter; a phase without names trains all."""
+    return not phase.parameters or is_within(parameter, phase.parameters)
 
 
 def _is_countable(phase: Phase, workload: Workload) -> bool:

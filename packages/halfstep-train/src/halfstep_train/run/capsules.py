@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: Ru
 
     With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
     """
-    world = parts.world
+    world, samples = parts.world, parts.workload.train_samples
     # What a capsule stores in addition to its step: config, plan, code, and how to load the window again.
     context = CapsuleContext(
         about={
@@ -64,7 +64,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: Ru
         rank=None if world is None else world.rank,
         is_whole=lambda reading: world is not None and not reading.faulty_ranks,
         load_window=lambda reading: load_window(parts, reading),
-        find_names=lambda ids: _list_file_names(parts.workload, ids),
+        find_names=lambda ids: [samples.name_of(k) for k in ids] if implements(samples, NamedSamples) else [],
         describe_share=lambda reading: _describe_share(parts, reading),
         config=to_yaml(config),
         find_checkpoint=lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), ""),
@@ -101,12 +101,6 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     # Samples depend only on seed, epoch and index, so the batch can be loaded again.
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
     return list(itertools.islice(loader.iterate_epoch(reading.epoch, reading.window * accumulate), accumulate))
-
-
-def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:
-    """Return the file names of samples; empty if samples are not files."""
-    samples = workload.train_samples
-    return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
 
 # --- replay ---
