@@ -99,11 +99,11 @@ def test_the_choice_has_less_memory_within_the_time_limit(capsys: pytest.Capture
     choice = choose_memory(measure, tried, time_limit=LIMIT)
     with capsys.disabled():
         print("\n" + "\n".join(choice.format_lines()))
-    costs = {trial.setting: trial.cost for trial in choice.trials}
+    costs = choice.trials
     normal, pointwise, taken = costs[NORMAL], costs[POINTWISE], costs[choice.setting]
-    assert normal is not None
-    assert pointwise is not None
-    assert taken is not None
+    assert isinstance(normal, Cost)
+    assert isinstance(pointwise, Cost)
+    assert isinstance(taken, Cost)
     assert pointwise.peak_bytes < 0.75 * normal.peak_bytes
     assert taken.ms <= LIMIT * normal.ms
 

@@ -11,12 +11,12 @@ from halfstep.step.graph import GraphedStep
 from halfstep.step.norm_averages import NormAverages
 from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import GuardedStep
-from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.train import train
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.segmentation.demo import write_demo
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_step, poisoned
+from whole_runs import newest
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def test_runs_in_all_modes_have_the_same_statistics(tmp_path: Path) -> None:
             "model.depth": 2, "train.fast": mode, "optimizer.lr": 1e-6, "train.deterministic": mode == "off",
         }  # fmt: skip
         run = train(from_dict("unet", settings), out=tmp_path / mode)
-        _, checkpoint = Checkpoints(run / "checkpoints").load_newest(on_damaged=pytest.fail)
+        checkpoint = newest(run)
         found[mode] = {name: value for name, value in checkpoint.model.items() if "running" in name}
     for mode in ("compile", "graph"):
         for name, value in found["off"].items():

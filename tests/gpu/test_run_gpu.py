@@ -13,17 +13,17 @@ import torch
 from halfstep.errors import Interrupted, MemoryLimitError
 from halfstep.state_files import pack
 from halfstep_train.report.metrics_file import read
-from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.train import train
 from halfstep_train.workloads import from_dict, load
 from halfstep_train.workloads.segmentation.demo import write_demo
 from tiny_training import assert_same_bits
+from whole_runs import newest
 
 pytestmark = pytest.mark.gpu
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    _, checkpoint = Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)
+    checkpoint = newest(folder)
     _, tensors = pack(checkpoint.state)
     named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
     return named | tensors
@@ -82,7 +82,7 @@ def test_auto_batch_halves_the_micro_batch_and_goes_on(
     assert "continuing with micro-batches of" in said
     assert "BatchNorm now sees smaller batches" in said
     assert len([r for r in read(folder / "metrics.jsonl") if r["kind"] == "val"]) == 2
-    _, checkpoint = Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)
+    checkpoint = newest(folder)
     assert checkpoint.state["pieces"] > 1
 
 

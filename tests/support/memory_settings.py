@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.recompute import set_recompute
-from halfstep_train.tune.memory_low import MemorySetting, limit_activations
+from halfstep_train.tune.memory_low import MemorySetting
 
 
 @contextmanager
 def memory_setting(model: nn.Module, setting: MemorySetting) -> Iterator[None]:
     """The model recomputes from now on, and compiles inside, as the setting says."""
     set_recompute(model, setting.recompute)
-    with limit_activations(setting.activation_budget):
+    with functorch_config.patch(activation_memory_budget=setting.activation_budget):
         yield
 
 

@@ -55,8 +55,7 @@ class Rising(Accuracy):
 
 def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
-    fits_rank, fits = options.get("fits", (0, 1000))
-    most = [fits if fits_rank == rank() else 1000]
+    most = [1000]
     """Samples that a forward pass has memory for."""
 
     def is_now(what: str, step: int) -> bool:
@@ -71,8 +70,6 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             os.kill(os.getpid(), signal.SIGKILL)
         if is_now("asked", step):
             os.kill(os.getpid(), signal.SIGTERM)
-        if options.get("slow") == rank():
-            time.sleep(0.25)
         if is_now("warns", step):
             warnings.warn("odd pixels", stacklevel=2)
         if is_now("stuck", step):

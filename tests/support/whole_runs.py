@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,31 @@ from typing import Any
 import pytest
 import torch
 
+from halfstep.hardware.probe import probe
 from halfstep.state_files import pack
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.metrics_file import read
+from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
+from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
+from halfstep_train.workloads.base.workload import Workload
 from tiny_training import assert_same_bits
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True,
         "train.batch_size": 4, "precision.default": "fp32"}  # fmt: skip
 """22 samples: six steps an epoch."""
+
+
+def config_of(settings: Mapping[str, Any], workload: str = "tiny_workload:build") -> RunConfig:
+    return load(workload, overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
+
+
+def assemble_run(config: RunConfig, workload: Workload | None = None) -> Assembly:
+    """The parts of a run on the CPU, without its loop."""
+    workload = build_workload(config) if workload is None else workload
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 def run(out: Path, settings: dict[str, Any], workload: str = "tiny_workload:build") -> Path:
@@ -36,13 +51,18 @@ def resume(folder: Path, *overrides: str, allow_changes: bool = False) -> Path:
 
 
 def newest(folder: Path) -> Checkpoint:
-    return Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)[1]
+    return load_newest(Checkpoints(folder / "checkpoints"))[1]
+
+
+def load_newest(checkpoints: Checkpoints, on_damaged: Callable[[str], object] = pytest.fail) -> tuple[Path, Checkpoint]:
+    path = checkpoints.find_newest(on_damaged=on_damaged)
+    return path, load_checkpoint(path)
 
 
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Every tensor and every number of the last checkpoint."""
     checkpoint = newest(folder)
-    for name in ("elapsed_s", "records_crc32"):  # a clock's, and of what a clock decides
+    for name in ("elapsed_s",):
         checkpoint.state["journal"].pop(name)
     checkpoint.state.pop("waiting")  # a clock's too
     plain, tensors = pack(checkpoint.state)

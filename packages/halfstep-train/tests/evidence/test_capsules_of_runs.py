@@ -14,28 +14,15 @@ import torch
 from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.evidence import capsule, causes
 from halfstep.evidence.attempts import refuse_another_model
-from halfstep.hardware.probe import probe
 from halfstep.step.facts import Reading
-from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.capsules import load_window, replay_run
-from halfstep_train.run.checkpoint import Checkpoints
-from halfstep_train.run.train import train
 from halfstep_train.workloads import load
-
-QUIET = {
-    "data.dir": "anywhere",
-    "data.num_workers": 0,
-    "device": "cpu",
-    "log.quiet": True,
-    "train.batch_size": 4,
-    "precision.default": "fp32",
-    "train.epochs": 1,
-}
+from whole_runs import assemble_run, newest
+from whole_runs import run as run_tiny
 
 
 def run(out: Path, workload: str = "tiny_workload:build", **values: Any) -> Path:
-    settings = {**QUIET, **values}
-    return train(load(workload, overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()]), out=out)
+    return run_tiny(out, {"train.epochs": 1, **values}, workload)
 
 
 def kept(folder: Path) -> list[str]:
@@ -89,9 +76,7 @@ def test_weights_and_losses_are_the_same_with_and_without_capsules(tmp_path: Pat
         run(tmp_path / str(most), **{"model.options.poisoned": [1], "guard.capsules": most, "train.epochs": 2})
         for most in (0, 4)
     ]
-    plain, recorded = (
-        Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)[1].model for folder in folders
-    )
+    plain, recorded = (newest(folder).model for folder in folders)
     assert all(torch.equal(plain[name], recorded[name]) for name in plain)
 
 
@@ -122,12 +107,11 @@ def test_of_several_phases_the_one_at_fault_is_kept_and_replayed(tmp_path: Path)
 
 
 def test_a_window_from_before_a_resume_is_read_again_by_epoch_and_index(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", **{"model.options.poisoned": [2]})
-    loaded = load(str(whole / "config.yaml"))
-    workload = build_workload(loaded.config)
-    parts = assemble(loaded.config, workload, decide_plan(loaded.config, workload, probe("cpu")))
-    kept_one = capsule.read_capsule(whole / "capsules" / "00000002")
-    reading = dataclasses.replace(READING, attempted=2, epoch=0, window=2)
+    whole = run(tmp_path / "whole", **{"model.options.poisoned": [8], "train.epochs": 2})
+    parts = assemble_run(load(str(whole / "config.yaml")).config)
+    kept_one = capsule.read_capsule(whole / "capsules" / "00000008")
+    assert (kept_one.about["epoch"], kept_one.about["window"]) == (1, 2)
+    reading = dataclasses.replace(READING, attempted=8, epoch=1, window=2)
     (again,) = load_window(parts, reading) or [{}]
     assert all(torch.equal(again[key], value) for key, value in kept_one.window[0].items())
 

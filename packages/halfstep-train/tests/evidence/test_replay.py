@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from test_capsules_of_runs import kept, run
+from test_capsules_of_runs import run
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -22,29 +21,12 @@ from halfstep.evidence import capsule, causes
 from halfstep.evidence.causes import diagnose
 from halfstep_train.cli.main import main
 from halfstep_train.run.capsules import build_capsule_subject, replay_run
-from tiny_runs import unet_run
 
 KEPT = pytest.warns(UserWarning, match="was saved; find the cause")
 
 
 def step_of(model: nn.Module, folder: Path, **more: Any) -> hs.Step:
     return hs.Step(model, torch.optim.SGD(model.parameters(), 0.01, fused=True), "fp32", capsules=folder, **more)
-
-
-def test_an_exception_in_a_loop_is_kept_and_told_from_one_that_the_format_makes(tmp_path: Path) -> None:
-    model = nn.Linear(8, 2)
-
-    def broken(batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["x"]).view(3, 5), batch["y"])
-
-    step = step_of(model, tmp_path)
-    with KEPT, pytest.raises(RuntimeError, match="shape"):
-        step(broken, [planted.batch_of()])
-    found = hs.replay(tmp_path / "00000000", model, broken)
-    assert found.capsule.about["kind"] == "exception"
-    assert found.cause == causes.CODE
-    assert found.diagnosis.origin is not None
-    assert Path(__file__).name in found.diagnosis.origin.line
 
 
 def test_a_spike_is_laid_to_the_sample_that_made_it(tmp_path: Path) -> None:
@@ -86,19 +68,6 @@ def test_the_model_keeps_its_own_weights_and_the_generators_go_on(tmp_path: Path
     hs.replay(tmp_path / "00000000", model, loss)
     assert (model.head.weight == 7).all()
     assert torch.equal(torch.get_rng_state(), generators)
-
-
-def test_a_fault_that_is_gone_when_it_is_run_again_is_said_to_be(tmp_path: Path) -> None:
-    model = planted.Around(nn.ReLU())
-    is_bad = True
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        return planted.loss_of(model)(batch) * (float("nan") if is_bad else 1.0)
-
-    with KEPT, step_of(model, tmp_path) as step:
-        step(loss, [planted.batch_of()])
-    is_bad = False
-    assert hs.replay(tmp_path / "00000000", model, loss).cause == causes.NOT_REPRODUCED
 
 
 def test_code_of_the_model_that_has_changed_since_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,20 +127,6 @@ def test_code_that_fails_compiled_and_not_eager_is_a_kernel_or_compiler_fault(tm
     assert "our kernels" in diagnosis.shown[0]
     subject.variants = {"as it was": wrong, "kernels off": wrong}
     assert "compiler" in diagnose(subject, found).shown[0]
-
-
-@pytest.mark.slow
-def test_a_run_of_a_family_whose_rate_is_far_too_large_has_diverged(tmp_path: Path) -> None:
-    wild = {"optimizer.name": "sgd", "optimizer.lr": 1e4, "train.clip_norm": 0, "schedule.warmup_steps": 0}
-    with pytest.raises(TrainingStopped):
-        unet_run(tmp_path / "run", {**wild, "train.max_steps": 20, "precision.default": "fp32"})
-    found = replay_run(tmp_path / "run" / "capsules" / kept(tmp_path / "run")[0])
-    assert found.cause == causes.DIVERGED, str(found)
-    assert found.remedy is not None
-    assert found.remedy.lasts, str(found)
-    advised = float(found.remedy.line.removeprefix("optimizer.lr: "))
-    unet_run(tmp_path / "again", {**wild, "optimizer.lr": advised, "train.max_steps": 20, "precision.default": "fp32"})
-    assert not kept(tmp_path / "again")
 
 
 def test_the_command_says_cause_operation_and_change_and_draws(

@@ -1,9 +1,8 @@
-"""Trials and fallbacks of two processes of which one cannot do what the other can: both do the same afterwards."""
+"""Trials and fallbacks of two ranks: both do the same afterwards."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -20,13 +19,11 @@ from halfstep_train.run.engine import Engine, make_engine
 from halfstep_train.run.launch import Launch, join_world
 from halfstep_train.run.multi_rank import refuse_differences
 from halfstep_train.run.presentation import describe_rank_effects
-from halfstep_train.run.rehearsal import AgreedRehearsal
-from halfstep_train.tune.memory_low import CannotRun
+from halfstep_train.run.rehearsal import LeadingRehearsal
 from halfstep_train.tune.mode_search import ModeSearch
-from halfstep_train.tune.trials import Rehearsal, TrialTime, load_first_batch, measure_cost
-from halfstep_train.workloads import load
+from halfstep_train.tune.trials import Rehearsal, TrialTime, load_first_batch
 from ranks_together import together
-from whole_runs import TINY
+from whole_runs import TINY, config_of
 
 pytestmark = pytest.mark.ranks
 
@@ -34,37 +31,33 @@ MOST_S = 20.0
 
 
 def config_with(**more: Any) -> RunConfig:
-    words = {**TINY, "train.batch_size": 4, "train.rank_timeout_s": 60, **more}
-    return load("rank_workload:build", overrides=[f"{key}={json.dumps(value)}" for key, value in words.items()]).config
+    return config_of({**TINY, "train.rank_timeout_s": 60, **more}, "rank_workload:build")
 
 
 def searched(world: World) -> Plan:
-    """What a search for the fastest mode comes to, where the second process cannot compile."""
+    """The plan of a search for the fastest mode, which rank 0 makes."""
     config = config_with(**{"train.batch_size": 2})
     workload = build_workload(config)
     plan = decide_plan(config, workload, probe("cpu"))
 
     def make(rehearsal: Rehearsal) -> Plan:
+        assert world.is_first
         time = TrialTime(1e6, most_s=MOST_S)
         return dataclasses.replace(plan, **ModeSearch(plan, time, rehearsal).search().fields)
 
-    return AgreedRehearsal(config, workload, world, "cpu").plan(make)
+    return LeadingRehearsal(config, workload, world, "cpu").plan(make)
 
 
-def tried(world: World) -> str:
-    """Why a step does not run that is too large for the second process."""
-    config = config_with(**{"train.batch_size": 2, "model.options": {"fits": [1, 1]}})
-    workload = build_workload(config)
-    plan = decide_plan(config, workload, probe("cpu"))
+def refused(world: World) -> str:
+    """The error of a search that rank 0 refuses."""
 
     def make(rehearsal: Rehearsal) -> Plan:
-        try:
-            measure_cost("eager", plan, rehearsal)
-        except CannotRun as error:
-            return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
-        return plan
+        raise ConfigError("no plan")
 
-    return AgreedRehearsal(config, workload, world, "cpu").plan(make).mode_reason
+    config = config_with()
+    with pytest.raises(ConfigError) as error:
+        LeadingRehearsal(config, build_workload(config), world, "cpu").plan(make)
+    return error.value.what
 
 
 def uncaptured(world: World) -> list[str]:
@@ -107,20 +100,14 @@ def find_differences(world: World, *, resumes: bool) -> str:
     return ""
 
 
-def no_kernels(*_: Any) -> Any:
-    raise RuntimeError("no kernel for this here")
-
-
 def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     compile_by = torch.compile
-    backends: list[Any] = ["aot_eager", no_kernels]
-    torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend=backends[rank])
+    torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend="aot_eager")
     launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
     config = config_with()
     with join_world(config.device, config.train, launch) as world:
         assert world is not None
-        found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
-        backends[1] = "aot_eager"
+        found: dict[str, Any] = {"searched": searched(world), "refused": refused(world)}
         found |= {"uncaptured": uncaptured(world), "notes": notes(world)}
         return found | {key: find_differences(world, resumes=key == "resumed") for key in ("started", "resumed")}
 
@@ -136,17 +123,12 @@ def test_a_small_batch_for_batch_norm_is_named_with_what_helps(found: list[dict[
     assert "train.sync_batch_norm=true" in note
 
 
-def test_a_mode_that_one_process_lacks_is_nobodys(found: list[dict[str, Any]]) -> None:
+def test_rank_0_tries_modes_and_all_ranks_have_its_plan_or_its_error(found: list[dict[str, Any]]) -> None:
     first, second = (own["searched"] for own in found)
     assert first == second
-    assert first.mode == "eager"
-    assert "rank 1: " in first.mode_reason
-    assert "no kernel for this here" in first.mode_reason
+    assert "compile" in first.mode_reason
     assert first.channels_last is not None
-
-
-def test_a_step_that_does_not_fit_one_process_fits_nobody(found: list[dict[str, Any]]) -> None:
-    assert [own["tried"] for own in found] == ["DoesNotFit rank 1: out of memory"] * 2
+    assert [own["refused"] for own in found] == ["no plan"] * 2
 
 
 def test_a_capture_that_fails_in_one_process_makes_all_run_compiled_from_the_same_step_on(

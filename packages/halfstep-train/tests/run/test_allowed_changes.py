@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from halfstep.errors import CheckpointError, Interrupted
-from halfstep.hardware.probe import probe
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep_train.run import choose_plan
-from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.resume import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.workloads import load
-from whole_runs import TINY, learning_rates, newest, resume, run
+from whole_runs import TINY, assemble_run, config_of, learning_rates, newest, resume, run, small_disk
 
 
 @pytest.fixture
@@ -137,20 +135,8 @@ def test_a_schedule_that_follows_the_length_of_the_run_is_named_when_that_change
     assert len(learning_rates(folder)) > 6
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "plan.json"])
-def test_settings_that_cannot_be_written_are_a_clear_error_and_leave_no_run_behind(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Path.write_text
-
-    def full(self: Path, text: str, *args: Any, **more: Any) -> int:
-        if name in self.name:
-            original(self, text[:10], *args, **more)
-            raise OSError(28, "No space left on device")
-        return original(self, text, *args, **more)
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(CheckpointError, match=f"cannot write .*{name}: No space left"):
+def test_settings_that_cannot_be_written_are_a_clear_error_and_leave_no_run_behind(tmp_path: Path) -> None:
+    with small_disk(100), pytest.raises(CheckpointError, match=r"cannot write .*settled.json"):
         one_epoch(tmp_path)
     assert not (tmp_path / "run").exists()
 
@@ -184,25 +170,6 @@ def test_another_mode_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: li
     assert loops[-1].engine.mode == "eager"
 
 
-def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = one_epoch(tmp_path)
-    tuned_for: list[int] = []
-    real = choose_plan.tune_plan
-
-    def remembered(plan: Any, rehearsal: Any, *others: Any, **more: Any) -> Any:
-        assert plan.mode == ""
-        tuned_for.append(rehearsal.settings.train.batch_size)
-        return real(plan, rehearsal, *others, **more)
-
-    monkeypatch.setattr(choose_plan, "tune_plan", remembered)
-    resume(folder, "train.epochs=2")
-    assert tuned_for == []
-    resume(folder, "train.batch_size=2", "train.epochs=3", allow_changes=True)
-    assert tuned_for == [2]
-
-
 def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"activation_budget": 1.0, "recompute": "none", "optimizer_bits": 8}
     with pytest.MonkeyPatch.context() as patch:
@@ -214,10 +181,7 @@ def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys:
 
 
 def test_an_optimizer_in_a_gpus_form_goes_on_in_the_form_of_the_cpu() -> None:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "optimizer.name": "nadam"}.items()]
-    config = load("tiny_workload:build", overrides=overrides).config
-    workload = build_workload(config)
-    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    parts = assemble_run(config_of({**TINY, "optimizer.name": "nadam"}))
     engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
     window = [next(parts.train_loader.iterate_epoch(0))]
     engine(window)

@@ -16,6 +16,7 @@ from halfstep_train.run.assemble import Assembly, assemble, build_workload, deci
 from halfstep_train.tune.channels_last import match_layout
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.segmentation.demo import write_demo
+from whole_runs import assemble_run
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,7 @@ def config_of(demo: Path, **values: object) -> RunConfig:
 
 
 def assembled(demo: Path, **values: object) -> Assembly:
-    config = config_of(demo, **values)
-    workload = build_workload(config)
-    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    return assemble_run(config_of(demo, **values))
 
 
 @pytest.mark.parametrize("wish", [True, False])

@@ -9,12 +9,8 @@ import pytest
 
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep_train.report.metrics_file import read
-from halfstep_train.run.train import train
-from halfstep_train.workloads import load
-from whole_runs import assert_same_run
+from whole_runs import assert_same_run, resume, run
 
-TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "precision": "fp32",
-        "train.epochs": 2, "train.report_every": 1, "log.quiet": True}  # fmt: skip
 NOTES = """
 import json, pathlib
 def fn(event):
@@ -25,9 +21,8 @@ def fn(event):
 """
 
 
-def run(out: Path, *callbacks: str) -> Path:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.callbacks": callbacks}.items()]
-    return train(load("tiny_workload:build", overrides=overrides), out=out)
+def run_with(out: Path, *callbacks: str) -> Path:
+    return run(out, {"train.epochs": 2, "train.report_every": 1, "train.callbacks": callbacks})
 
 
 def write_module(folder: Path, name: str, *, fails: object, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -44,21 +39,20 @@ def test_a_failing_callback_ends_the_run_with_its_line_and_a_checkpoint_from_whi
     name = f"failing_notes_{fails[0]}_{fails[1]}"
     file = write_module(tmp_path, name, fails=fails, monkeypatch=monkeypatch)
     with pytest.raises(TrainingStopped) as caught:
-        run(tmp_path / "run", f"{name}:fn")
+        run_with(tmp_path / "run", f"{name}:fn")
     assert f"the callback {name}:fn raised RuntimeError: no disk for my notes (" in caught.value.what
     assert f"{name}.py:7)" in caught.value.what
     assert f"the run is saved in {tmp_path / 'run' / 'checkpoints' / 'step-'}" in caught.value.why
     assert not any(path.name.count("-") > 1 for path in (tmp_path / "run" / "checkpoints").iterdir()), "saved once"
     assert f"halfstep train --resume {tmp_path / 'run'}" in caught.value.fix
     assert json.loads(file.read_text().splitlines()[-1]) == fails, "not called again"
-    stored = tmp_path / "run" / "config.yaml"
-    train(load(str(stored), overrides=["train.callbacks=[]", "log.quiet=true"]), resume=tmp_path / "run")
-    assert_same_run(tmp_path / "run", run(tmp_path / "whole"))
+    resume(tmp_path / "run", "train.callbacks=[]", "log.quiet=true")
+    assert_same_run(tmp_path / "run", run_with(tmp_path / "whole"))
 
 
 def test_callbacks_get_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_module(tmp_path, "patient_notes", fails=None, monkeypatch=monkeypatch)
-    folder = run(tmp_path / "run", "patient_notes:fn")
+    folder = run_with(tmp_path / "run", "patient_notes:fn")
     records = [[record["kind"], record["step"]] for record in read(folder / "metrics.jsonl")]
     assert [json.loads(line) for line in file.read_text().splitlines()] == records
 
@@ -76,6 +70,6 @@ def test_callbacks_get_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_a_callback_that_cannot_be_called_is_an_error_before_training(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(tmp_path / "run", path)
+        run_with(tmp_path / "run", path)
     assert message in str(caught.value)
     assert not (tmp_path / "run").exists()

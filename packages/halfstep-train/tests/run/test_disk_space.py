@@ -10,25 +10,21 @@ from typing import Any
 import pytest
 
 from halfstep.errors import CheckpointError
-from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import OptimizerConfig
-from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.stored_state import REPORT_BYTES, check_disk, estimate_checkpoint_bytes, sum_folder_bytes
 from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.demo import write_demo
 from tiny_runs import unet_run
-from whole_runs import run
+from whole_runs import assemble_run, config_of, run
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def assembled(more: dict[str, Any]) -> Assembly:
-    settings = {"device": "cpu", "data.num_workers": 0, **more}
-    config = load("tiny_workload:build", overrides=[f"{key}={value}" for key, value in settings.items()]).config
-    workload = build_workload(config)
-    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    return assemble_run(config_of({"device": "cpu", "data.num_workers": 0, **more}))
 
 
 @pytest.fixture
@@ -54,10 +50,7 @@ def test_a_checkpoint_is_about_as_large_as_was_said(more: dict[str, Any], tmp_pa
     large = {"model.base_channels": 16, "model.depth": 3, "train.max_steps": 1}
     done = unet_run(tmp_path / "run", {**small, **large, **more})
     config = load(str(done / "config.yaml")).config
-    workload = build_workload(config)
-    expected = estimate_checkpoint_bytes(
-        assemble(config, workload, decide_plan(config, workload, probe("cpu"))), config.optimizer
-    )
+    expected = estimate_checkpoint_bytes(assemble_run(config), config.optimizer)
     written = sum_folder_bytes(Checkpoints(done / "checkpoints").list_all()[-1])
     assert expected == pytest.approx(written, rel=0.05)
 

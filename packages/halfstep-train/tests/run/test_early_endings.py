@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from halfstep.disk import DRY_PREFIX
 from halfstep.errors import CheckpointError, DataError, HalfstepError, TrainingStopped
@@ -144,22 +142,6 @@ def test_a_failing_callback_names_no_files(data: Path, tmp_path: Path, monkeypat
     assert stopped.value.fix == f"correct the function, then continue with: halfstep train --resume {tmp_path / 'run'}"
 
 
-def test_pictures_in_class_folders_are_named_with_their_class(tmp_path: Path) -> None:
-    from halfstep_train.data.image_folder import FolderLayout, find_images
-    from halfstep_train.data.image_samples import EvaluationFiles, TrainingFiles, TrainingImages
-    from halfstep_train.data.packed import PackSettings, open_or_pack
-
-    for name in ("cat", "dog"):
-        (tmp_path / "all" / name).mkdir(parents=True)
-        for k in range(2):
-            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "all" / name / f"{k}.png")
-    found = find_images(tmp_path / "all", FolderLayout(val_fraction=0))
-    assert TrainingFiles(found.train, size=8).name_of(2) == "dog/0.png"
-    assert EvaluationFiles(found.train, size=8).name_of(1) == "cat/1.png"
-    pack = open_or_pack(found, tmp_path / "x.pack", PackSettings(size=8, workers=1))
-    assert TrainingImages(pack.train).name_of(3).endswith("dog/1.png")
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(
     tmp_path: Path, precision: str, capsys: pytest.CaptureFixture[str]
@@ -199,8 +181,7 @@ def test_an_fp16_run_that_is_too_short_to_find_its_scale_is_told_so(tmp_path: Pa
                 "scaler.init_scale": 2.0**40}  # fmt: skip
     with pytest.raises(TrainingStopped, match="1 of 1, the last one: gradient norm is") as stopped:
         run(tmp_path / "run", settings)
-    assert "up to 40 steps" in stopped.value.fix
-    assert f"scaler.init_scale={2.0**39:g}" in stopped.value.fix
+    assert "lower scaler.init_scale" in stopped.value.fix
 
 
 def test_a_run_with_one_step_that_holds_ends_well_and_a_resumed_part_counts_for_itself(tmp_path: Path) -> None:

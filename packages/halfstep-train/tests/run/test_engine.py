@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from halfstep.hardware.probe import probe
 from halfstep.step import tables as tabulated
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, list_tables
 from halfstep.step.step import GuardedStep, LossFn
 from halfstep_train.kernels.fast_forms import is_forced_on
 from halfstep_train.run import engine as engine_module
-from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine
 from halfstep_train.tune.modes import UNCAPTURED
-from halfstep_train.workloads import load
-from whole_runs import TINY
+from whole_runs import TINY, assemble_run, config_of
 
 
 class OnTheHost(GraphedStep):
@@ -55,10 +51,7 @@ class OnTheHost(GraphedStep):
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Of the tiny workload, as if it could be captured; a notice is a failure."""
     monkeypatch.setattr(engine_module, "GraphedStep", OnTheHost)
-    settings = {**TINY, "train.batch_size": 4, "train.epochs": 100}
-    config = load("tiny_workload:build", overrides=[f"{k}={json.dumps(v)}" for k, v in settings.items()]).config
-    workload = build_workload(config)
-    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    parts = assemble_run(config_of({**TINY, "train.epochs": 100}))
     parts.region = parts.eager
     return Engine(parts, "graph", lambda text, level: pytest.fail(text))
 

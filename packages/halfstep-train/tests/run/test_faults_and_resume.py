@@ -48,14 +48,6 @@ ROLLBACK = {
 }  # fmt: skip
 
 
-def test_every_rollback_that_is_allowed_is_made(tmp_path: Path) -> None:
-    """Each time the fault is back within the margin of the state just gone back to."""
-    with pytest.raises(TrainingStopped, match="after 3 rollbacks"):
-        run(tmp_path / "run", {**ROLLBACK, "train.epochs": 6, "guard.margin": 5,
-                               "model.options.poisoned": [k for k in range(12, 40) if k % 5 != 2]})  # fmt: skip
-    assert [event["rate_factor"] for event in events(tmp_path / "run", "rollback")] == [0.5, 0.25, 0.125]
-
-
 def test_a_rollback_before_the_interruption_and_one_after_it_change_nothing(tmp_path: Path) -> None:
     settings = {**ROLLBACK, "train.epochs": 4, "train.checkpoint_every": 3, "model.options.poisoned": [9, 10, 17, 18]}
     whole = assert_interruption_changes_nothing(tmp_path, settings, at_step=14)

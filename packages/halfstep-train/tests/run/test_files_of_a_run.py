@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from halfstep.disk import seal
 from halfstep.errors import CheckpointError
 from halfstep_train.cli.report import write_report
-from halfstep_train.report.metrics_file import cut_back
 from halfstep_train.report.page.read_run import read_run
 from whole_runs import newest, resume, run
 
@@ -54,17 +50,6 @@ def test_a_plan_and_settings_that_are_not_as_written_are_named_with_their_file(t
     (trained / name).write_text(written)
 
 
-def test_a_run_with_settings_of_another_version_names_them(trained: Path) -> None:
-    file = trained / "settled.json"
-    written = file.read_text()
-    document = {name: value for name, value in json.loads(written).items() if name != "crc32"}
-    document["settings"]["log"]["colour"] = True
-    file.write_text(json.dumps(seal(document)))
-    with pytest.raises(CheckpointError, match=r"does not know: log\.colour"):
-        resume(trained, "train.epochs=9")
-    file.write_text(written)
-
-
 @pytest.mark.parametrize("name", ["summary.json", "config.json"])
 def test_a_page_of_a_run_names_the_file_that_is_no_record(tmp_path: Path, name: str) -> None:
     folder = run(tmp_path / "run", {"train.epochs": 1})
@@ -91,48 +76,12 @@ def test_an_edit_of_the_config_that_changes_a_step_is_refused_unless_it_is_allow
     assert newest(folder).state["position"]["epoch"] == 3
 
 
-def test_an_edit_of_the_config_that_lengthens_the_run_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run(tmp_path / "run", {"train.epochs": 1})
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("epochs: 1", "epochs: 2"))
-    resume(folder, "log.quiet=false")
-    assert "train.epochs: 1 -> 2" in capsys.readouterr().out
-    assert newest(folder).state["position"]["epoch"] == 2
-
-
 def test_a_config_that_names_another_workload_is_refused(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", {"train.epochs": 1})
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("tiny_workload:build", "drawing_workload:build_sampling"))
     with pytest.raises(CheckpointError, match="was edited: workload: tiny_workload:build -> drawing"):
         resume(folder, "train.epochs=2", allow_changes=True)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda lines: lines[1:], "1 record of 7 are missing"),
-        (lambda lines: [lines[0].replace(b'"loss": ', b'"loss": 1'), *lines[1:]], "records were changed"),
-        (lambda lines: [], "7 records of 7 are missing"),
-    ],
-    ids=["a line is gone", "a number is another one", "all are gone"],
-)
-def test_records_that_are_not_those_of_the_checkpoint_are_refused_unless_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[list[bytes]], list[bytes]], said: str
-) -> None:
-    folder = run(tmp_path / "run", {"train.epochs": 1, "train.report_every": 1})
-    damaged = b"".join(damage((folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)))
-    (folder / "metrics.jsonl").write_bytes(damaged)
-    with pytest.raises(CheckpointError, match=f"metrics.jsonl was edited or damaged: {said}") as refused:
-        resume(folder, "train.epochs=2")
-    assert "--allow-changes" in refused.value.fix
-    assert (folder / "metrics.jsonl").read_bytes() == damaged
-    resume(folder, "train.epochs=2", allow_changes=True)
-    assert said in capsys.readouterr().err
-    resume(folder, "train.epochs=3")  # the records of the second half are known again
-    assert [one["step"] for one in read_run(folder).select_kind("val")][-2:] == [12, 18]
 
 
 def test_a_record_that_is_nested_too_deeply_is_named_with_its_line(tmp_path: Path) -> None:
@@ -167,10 +116,3 @@ def test_a_link_in_a_run_folder_is_replaced_and_what_it_names_stays(tmp_path: Pa
     assert {name: file.read_bytes() for name, file in named.items()} == before
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     assert not [name for name in (*names, "report/report.html") if (folder / name).is_symlink()]
-
-
-def test_records_are_not_written_through_a_link_to_nothing(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
-    cut_back(tmp_path / "metrics.jsonl", 0)
-    assert not (tmp_path / "metrics.jsonl").is_symlink()
-    assert not (tmp_path / "elsewhere").exists()

@@ -16,16 +16,16 @@ import frozen_workload
 from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.assemble import Assembly, build_workload, decide_plan
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.frozen_modules import compute_checksum
 from halfstep_train.run.rehearsal import RunRehearsal
-from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
-from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
 from tiny_runs import Told
-from whole_runs import final_state, newest, resume
+from whole_runs import assemble_run, final_state, newest, resume
+from whole_runs import run as run_tiny
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "data.num_workers": 0, "train.batch_size": 4, "train.fast": "off", "log.quiet": True,
@@ -39,15 +39,12 @@ def config_of(**values: Any) -> RunConfig:
 
 
 def assembled(**values: Any) -> Assembly:
-    config = config_of(**values)
-    workload = build_workload(config)
-    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    return assemble_run(config_of(**values))
 
 
 def run(out: Path, **values: Any) -> Path:
     changed = {name.replace("__", "."): value for name, value in values.items()}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in {**SETTINGS, **changed}.items()]
-    return train(load("frozen_workload:build", overrides=overrides), out=out)
+    return run_tiny(out, {**SETTINGS, **changed}, "frozen_workload:build")
 
 
 def encoder_of(parts: Assembly) -> frozen_workload.Encoder:

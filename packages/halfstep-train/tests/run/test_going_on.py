@@ -80,15 +80,6 @@ def test_a_run_from_a_device_that_is_not_here_names_the_flag_to_go_on(tmp_path: 
     assert "--device cpu --allow-changes" in refused.value.fix or "--device cuda:0" in refused.value.fix
 
 
-def test_the_header_tells_how_long_in_words_that_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "whole", {"train.epochs": 2, "log.quiet": False})
-    said = capsys.readouterr().out
-    assert "steps: 12 = 2 epochs of 6" in said
-    assert "workers: 0 (data.num_workers=0)" in said
-    run(tmp_path / "part", {"train.max_steps": 3, "log.quiet": False})
-    assert "steps: 3 (train.max_steps), 0.5 epochs of 6" in capsys.readouterr().out
-
-
 def test_quiet_is_for_one_call_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run", {"train.epochs": 1, "log.quiet": True})
     assert not load(str(folder / "config.yaml")).config.log.quiet

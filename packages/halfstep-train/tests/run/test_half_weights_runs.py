@@ -1,17 +1,13 @@
-"""Whole runs in bf16-true: stored states come back bit-exactly; a run without low halves continues without them."""
+"""Whole runs in bf16-true: stored states come back bit-exactly; a run with another rounding starts them at zero."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from halfstep.disk import read_sealed, seal
-from halfstep.state_files import measure_file
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from whole_runs import final_state, newest, resume, run
@@ -61,31 +57,6 @@ def test_an_optimizer_that_cannot_keep_the_other_bits_says_so(
     assert "SGD rounds" in said(capsys)
 
 
-def test_a_run_stored_without_low_halves_goes_on_rounded_to_nearest_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint as it was before there were low halves."""
-    folder = run(tmp_path / "run", {**HALF, "train.max_steps": 4})
-    checkpoint = next((folder / "checkpoints").glob("step-*"))
-    document = read_sealed((checkpoint / "state.json").read_text())
-    tensors = load_file(checkpoint / "state.safetensors")
-    states = document["state"]["step"]["optimizers"][0]["state"]
-    dropped = [name for name in tensors if name.endswith(".low")]
-    assert dropped
-    without(states)
-    for name in dropped:
-        del tensors[name]
-    save_file(tensors, checkpoint / "state.safetensors")
-    document["files"]["state.safetensors"] = measure_file(checkpoint / "state.safetensors")
-    (checkpoint / "state.json").write_text(json.dumps(seal(document)))
-    capsys.readouterr()
-    train(load(str(folder / "config.yaml"), overrides=["train.max_steps=6", "log.quiet=false"]), resume=folder)
-    told = said(capsys)
-    assert "stored without the low halves" in told
-    assert "lost updates" in told
-    assert not lows(folder)
-
-
 @pytest.mark.parametrize("bits", [32, 8])
 def test_a_run_stored_with_another_rounding_goes_on_split_from_low_halves_of_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: int
@@ -100,13 +71,3 @@ def test_a_run_stored_with_another_rounding_goes_on_split_from_low_halves_of_zer
     assert all(bool(low.any()) for low in found if low.numel() > 8)
     resume(folder, "train.max_steps=6")
     assert lows(folder)
-
-
-def without(tree: Any) -> None:
-    """The packed tree without its entries called `low`, wherever they are."""
-    if isinstance(tree, dict):
-        tree.pop("low", None)
-        for value in tree.values():
-            without(value)
-    for value in tree if isinstance(tree, list) else ():
-        without(value)

@@ -19,9 +19,8 @@ from halfstep_train.run import choose_plan, stored_run
 from halfstep_train.run import train as training
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.interrupts import FINISHING_STEP, catch_interrupts
-from halfstep_train.workloads import load
 from warm_processes import at_terminal, process
-from whole_runs import TINY, resume, run
+from whole_runs import TINY, newest, resume, run
 
 
 def endless(out: str, slow_from: int) -> None:
@@ -69,7 +68,7 @@ def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_
     assert left.name == "step-00000012"
     assert f"the newest checkpoint is {left}" in said
     assert f"halfstep train --resume {tmp_path / 'run'}" in said
-    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+    newest(tmp_path / "run")
 
 
 def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(
@@ -115,7 +114,7 @@ def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
         os.close(terminal)
         left.join(timeout=60)
         assert left.exitcode == 129
-    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+    newest(tmp_path / "run")
 
 
 def test_nohup_keeps_its_word() -> None:
@@ -164,16 +163,3 @@ def test_a_scheduler_that_ends_a_run_before_it_goes_on_finds_it_as_it_was(
     finally:
         signal.signal(signal.SIGTERM, former)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measuring(*arguments: object, **more: object) -> None:
-        assert any((tmp_path / "demo" / "data").rglob("*.png"))
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(choose_plan, "tune_plan", measuring)
-    with pytest.raises(Interrupted, match="SIGTERM before training began"):
-        training.train(load("unet", flags={"device": "cpu", "quiet": True}), out=tmp_path / "demo")
-    assert list(tmp_path.iterdir()) == []

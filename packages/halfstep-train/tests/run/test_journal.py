@@ -10,7 +10,6 @@ import pytest
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Reading
-from halfstep_train.report import progress
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import RunReport
@@ -63,17 +62,6 @@ def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_rea
                 told.observe(None, fact(1, 0.75))
             told.record_step(2, 1.0, Waiting())
             assert {"mean loss 0.7500", "last loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).format_parts())
-    told.report.close()
-
-
-def test_a_later_epoch_shows_every_step_until_its_first_record(tmp_path: Path, plan: Plan) -> None:
-    told = journal(tmp_path, plan)
-    with told.show_training(1, 12):
-        for attempted in range(12, 24):
-            told.observe(None, fact(attempted, float(attempted)))
-            told.record_step(attempted + 1, 1.0, Waiting())
-            shown = attempted if attempted < 19 else 19
-            assert f"last loss {shown:.4f}" in bar_of(told).format_parts()
     told.report.close()
 
 
@@ -166,18 +154,3 @@ def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(
         told.record_step(2, 1.0, Waiting())
         assert bar_of(told)._begin[1] == 1
     assert capsys.readouterr().out.splitlines() == [COMPILING]
-
-
-def test_the_line_written_after_a_long_compilation_tells_neither_its_rate_nor_a_time_left(
-    tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "SUMMARISED_LINE_EVERY_S", 0.0)
-    told = Journal(RunReport(tmp_path), plan, epochs=1, report_every=10, metric="accuracy")
-    with told.show_training(0, 4):
-        told.exclude_compiling()
-        told.record_step(1, 1.0, Waiting())
-        told.record_step(2, 1.0, Waiting())
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[lines.index(COMPILING) + 1] == "Epoch 1/1 1/4 fp32"
-    assert " left fp32 " in lines[-1]
-    assert lines[-1].endswith("it/s")

@@ -12,20 +12,11 @@ from safetensors.torch import load_file
 
 from command_line import run_command
 from halfstep_train.report.page.read_run import read_run
-from halfstep_train.run.train import train
-from halfstep_train.workloads import load
-
-TINY = {
-    "train.max_steps": 3,
-    "train.batch_size": 8,
-    "device": "cpu",
-    "precision.default": "fp32",  # auto would be bf16 on CPUs that multiply faster in it
-    "log.quiet": True,
-}
+from whole_runs import run as run_tiny
 
 
 def run(out: Path, workload: str = "tiny_workload:build", **more: Any) -> Path:
-    return train(load(workload, flags={}, overrides=[f"{k}={v}" for k, v in {**TINY, **more}.items()]), out=out)
+    return run_tiny(out, {"train.max_steps": 3, "train.batch_size": 8, **more}, workload)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

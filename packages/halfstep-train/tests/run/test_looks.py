@@ -11,19 +11,7 @@ import pytest
 from PIL import Image
 
 from halfstep.errors import ConfigError, Interrupted
-from halfstep.evidence.recorder import CapsuleContext, Recorder
-from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
-from halfstep.step.facts import Reading
-from halfstep_train.report.run_report import RunReport
-from halfstep_train.run.assemble import assemble, build_workload
-from halfstep_train.run.folder import RunFolder
-from halfstep_train.run.interrupts import catch_interrupts
-from halfstep_train.run.journal import Journal
-from halfstep_train.run.loop import Loop
-from halfstep_train.run.train import train
-from halfstep_train.workloads import load
-from whole_runs import TINY, assert_same_run, final_state, learning_rates, records, resume, run
+from whole_runs import assert_same_run, final_state, learning_rates, records, resume, run
 
 BY_STEPS = {"train.validate_every_steps": 4, "train.epochs": 3, "train.report_every": 1, "ema.enabled": True}
 """Six steps an epoch: validations at 4, 8, 12 and 16, and at 18, where the run ends."""
@@ -70,9 +58,8 @@ def test_patience_and_plateau_count_validations_by_steps(tmp_path: Path) -> None
 
 
 def sampled(out: Path, workload: str, **settings: Any) -> Path:
-    values = {**TINY, **BY_STEPS, **{name.replace("__", "."): value for name, value in settings.items()}}
-    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    return train(load(f"drawing_workload:{workload}", overrides=words), out=out)
+    values = {name.replace("__", "."): value for name, value in settings.items()}
+    return run(out, {**BY_STEPS, **values}, f"drawing_workload:{workload}")
 
 
 def test_a_run_with_samples_is_bit_equal_to_one_without(tmp_path: Path) -> None:
@@ -106,36 +93,3 @@ def test_a_sample_of_another_form_is_refused_with_the_form(tmp_path: Path) -> No
 def test_samples_nobody_makes_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", {"train.sample_every": 2, "train.max_steps": 2})
     assert "train.sample_every has no effect" in capsys.readouterr().err
-
-
-def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_still_there(tmp_path: Path) -> None:
-    """Steps are looked at two steps later, across the border of an epoch."""
-    words = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.accumulate": 2}.items()]
-    config = load("tiny_workload:build", overrides=[*words, "train.epochs=2"]).config
-    workload = build_workload(config)
-    parts = assemble(config, workload, decide(config.precision, probe("cpu"), workload.model))
-    recorder = Recorder(tmp_path / "capsules", parts.model, parts.step, CapsuleContext(about={}), notice=print)
-    parts.recorder = recorder
-    readings: list[Reading] = []
-    seen: list[tuple[int | None, int | None, tuple[int, ...]]] = []
-
-    def observe(facts: Any, reading: Reading) -> None:
-        readings.append(reading)
-        window = recorder.find_window(reading)
-        assert window is not None
-        assert reading.sample_ids == tuple(int(index) for batch in window for index in batch["index"])
-        assert facts.attempted == reading.attempted
-        assert set(facts.rng) == {"cpu"}
-        seen.append((reading.epoch, reading.window, reading.sample_ids))
-
-    parts.guard.observers.append(observe)
-    report = RunReport(tmp_path, quiet=True)
-    journal = Journal(report, parts.plan, epochs=2, report_every=1, metric="accuracy")
-    with catch_interrupts() as asked:
-        loop = Loop(parts, RunFolder(tmp_path).open_checkpoints(), journal, asked)
-        loop.run()
-    report.close()
-    assert [place[:2] for place in seen] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert sorted(i for *_, ids in seen[:3] for i in ids) == list(range(22))
-    assert loop.num_samples == 44  # the last window of an epoch is a partial one
-    assert recorder.find_window(readings[0]) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,26 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError, Interrupted, TrainingStopped
-from halfstep.hardware.probe import probe
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.assemble import Assembly, assemble, build_workload
 from halfstep_train.run.engine import PhasedEngine, make_engine
 from halfstep_train.run.rehearsal import RunRehearsal
-from halfstep_train.workloads import load
 from halfstep_train.workloads.base.workload import Group, Phase
 from tiny_training import assert_same_bits
-from whole_runs import TINY, assert_same_run, events, newest, records, resume, run
+from whole_runs import TINY, assemble_run, assert_same_run, config_of, events, newest, records, resume, run
 
 PAIR = "phased_workload:build"
 TURNS = {"model.options.critic": {"every": 2, "from_step": 1, "optimizer": {"lr": 3e-3}}}
 
 
-def config_of(**settings: Any) -> RunConfig:
-    named = {key.replace("__", "."): value for key, value in settings.items()}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **named}.items()]
-    return load(PAIR, overrides=overrides).config
+def pair_of(**settings: Any) -> RunConfig:
+    return config_of(TINY | {key.replace("__", "."): value for key, value in settings.items()}, PAIR)
 
 
 def parts_of(**settings: Any) -> Assembly:
-    config = config_of(**settings)
-    workload = build_workload(config)
-    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    return assemble_run(pair_of(**settings))
 
 
 class Iterations:
@@ -109,7 +102,7 @@ def test_settings_of_a_phase_are_its_own() -> None:
 
 
 def test_a_phase_has_groups_of_its_own() -> None:
-    config = config_of(optimizer__lr=1e-3, schedule__name="constant")
+    config = pair_of(optimizer__lr=1e-3, schedule__name="constant")
     parts = parts_of(optimizer__lr=1e-3, schedule__name="constant")
     slow = Group(modules=("critic.0",), lr=1e-5)
     phases = [dataclasses.replace(own, groups=(slow,) if own.name == "critic" else ()) for own in parts.workload.phases]
@@ -214,7 +207,7 @@ def test_trials_run_every_phase_and_leave_the_run_alone() -> None:
     settings = {"model__options__critic": {"from_step": 1000}}
     parts = parts_of(**settings)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    with RunRehearsal(config_of(**settings), parts.workload).begin(parts.plan) as trial:
+    with RunRehearsal(pair_of(**settings), parts.workload).begin(parts.plan) as trial:
         trial.measure("eager")
         step = trial.parts.step
         assert isinstance(step, PhasedStep)
@@ -263,7 +256,7 @@ def test_metrics_count_outputs_of_the_phase_that_says_so(tmp_path: Path) -> None
 
 
 def phased(*phases: Phase) -> None:
-    config = config_of()
+    config = pair_of()
     workload = dataclasses.replace(build_workload(config), phases=phases)
     assemble(config, workload, parts_of().plan)
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from halfstep.disk import make_absolute, normalise_path
-from halfstep.errors import DataError
 from halfstep_train.cli.main import main, shorten_paths
 from halfstep_train.config.schema import ModelConfig, RunConfig
 from halfstep_train.config.section import FilePath
-from halfstep_train.run.folder import RunFolder, find_moved_data, make_paths_absolute
+from halfstep_train.run.folder import make_paths_absolute
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.workloads import load
@@ -43,22 +42,6 @@ def test_a_run_stores_the_absolute_folder_and_is_used_from_anywhere(
     told = Told(home)
     assert evaluate(home / "run", report=told.report).data == str(home / "pictures")
     train(load(str(home / "run" / "config.yaml"), overrides=["train.max_steps=7"]), resume=home / "run")
-
-
-def test_an_older_run_with_a_relative_folder_works_where_it_fits_and_else_names_both(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = RunFolder((home / "run").absolute())
-    config = load("unet", overrides=["data.dir=pictures", "data.val_list=val.txt"]).config
-    found, notes = find_moved_data(config, folder)
-    assert found.data.dir == str(home / "pictures")
-    assert found == make_paths_absolute(config)
-    assert not notes
-    (home / "elsewhere").mkdir()
-    monkeypatch.chdir(home / "elsewhere")
-    with pytest.raises(DataError, match="data folder pictures does not exist") as missing:
-        find_moved_data(config, folder)
-    assert str(home / "elsewhere" / "pictures") in missing.value.why
 
 
 def test_what_only_an_own_workload_understands_is_left_alone(home: Path) -> None:

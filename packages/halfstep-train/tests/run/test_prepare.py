@@ -10,24 +10,22 @@ import torch
 from torch import Tensor, nn
 
 import frozen_workload
-from halfstep.hardware.probe import probe
 from halfstep_train.data import noise
 from halfstep_train.data.loader import Loader
 from halfstep_train.data.seeds import Key
-from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.validate import validate
 from halfstep_train.tune.channels_last import convolves_images, match_layout, to_channels_last_, wants_channels_last
 from halfstep_train.workloads import from_dict
+from whole_runs import assemble_run
 
 
 def assembled(**values: Any) -> Assembly:
     settings = {"device": "cpu", "data.num_workers": 0, "train.batch_size": 4, "train.fast": "off",
                 "precision.default": "bf16", "precision.simulate": True}  # fmt: skip
     changed = {name.replace("__", "."): value for name, value in values.items()}
-    config = from_dict("frozen_workload:build", {**settings, **changed}).config
-    workload = build_workload(config)
-    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    return assemble_run(from_dict("frozen_workload:build", {**settings, **changed}).config)
 
 
 def windows_of(parts: Assembly) -> list[list[dict[str, Tensor]]]:

@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,11 +18,9 @@ import torch
 import rank_workload
 from halfstep.errors import HalfstepError
 from halfstep.evidence import capsule
-from halfstep.hardware.probe import probe
 from halfstep.step.facts import Reading
 from halfstep_train.config.statements import Launcher
 from halfstep_train.report.metrics_file import read
-from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.capsules import build_capsule_subject, load_window
 from halfstep_train.run.engine import prepare_window
 from halfstep_train.run.launch import Launch, read_launch
@@ -31,7 +28,7 @@ from halfstep_train.run.multi_rank import compute_checksum
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from ranks_together import free_port, together
-from whole_runs import TINY, assert_same_bits, newest, run
+from whole_runs import TINY, assemble_run, assert_same_bits, newest, run
 
 pytestmark = pytest.mark.ranks
 
@@ -151,8 +148,7 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         "other configs": new("other configs", **{"optimizer.lr": (1e-3, 1e-2, 1e-3)}),
         "too many": new("too many", **{"train.batch_size": 1}),
         "comparing": new("comparing", **{"model.options": {"compares": True}}) | {"size": 3},
-        "slow": new("slow", **{"model.options": {"slow": 1, "warns": [1, 2]}, "log.quiet": False}),
-        "smaller": new("smaller", **{"train.auto_batch": True, "model.options": {"fits": [1, 1]}}),
+        "warning": new("warning", **{"model.options": {"warns": [1, 2]}, "log.quiet": False}),
         "uncompilable": new("uncompilable", **{"train.fast": "compile"}) | {"uncompilable": 1},
         "early": new(
             "early",
@@ -271,9 +267,7 @@ def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was
     about = found.about
     assert (about["step"], about["rank"], about["num_ranks"], about["batch_sizes"]) == (2, 1, 2, [4])
     assert found.rng
-    config = load(str(folder / "alone" / "config.yaml")).config
-    workload = build_workload(config)
-    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    parts = assemble_run(load(str(folder / "alone" / "config.yaml")).config)
     parts.step.attempted = 2
     whole = load_window(parts, READING)
     assert whole is not None
@@ -355,12 +349,6 @@ def test_out_of_memory_in_one_process_ends_all_with_one_message_and_what_would_f
     assert "train.batch_size=2 train.accumulate=2" in text
 
 
-def test_one_process_that_fits_a_smaller_batch_makes_all_cut_theirs(folder: Path, ends: Any, alone: Path) -> None:
-    assert ends["smaller"] == [None, None]
-    assert newest(folder / "smaller").state["pieces"] == 2
-    assert_near(folder / "smaller", alone)
-
-
 def test_one_process_that_cannot_compile_makes_all_run_eager(folder: Path, ends: Any, alone: Path) -> None:
     assert ends["uncompilable"] == [None, None]
     assert newest(folder / "uncompilable").state["mode"] == "eager"
@@ -375,11 +363,9 @@ def test_a_loss_that_compares_samples_has_those_of_all_processes(folder: Path, e
     assert_near(folder / "comparing", out)
 
 
-def test_the_first_process_shows_who_is_slow_and_what_others_warn_of(folder: Path, ends: dict[str, Any]) -> None:
-    assert ends["slow"] == [None, None]
-    shown = shown_by_first(folder, "slow")
-    assert re.search(r"slowest rank 1, others wait \d\d%", shown)
-    assert "rank 1: UserWarning: odd pixels" in shown
+def test_the_first_process_shows_what_others_warn_of(folder: Path, ends: dict[str, Any]) -> None:
+    assert ends["warning"] == [None, None]
+    assert "rank 1: UserWarning: odd pixels" in shown_by_first(folder, "warning")
 
 
 def test_early_stopping_is_one_decision(folder: Path, ends: dict[str, Any]) -> None:

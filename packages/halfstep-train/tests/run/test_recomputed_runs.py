@@ -15,7 +15,6 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.memory.planner import Cell, MemoryPlanner, list_levels
 from halfstep_train.run.memory.sizing import make_peak_predictor
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep_train.run.rehearsal import RunRehearsal
@@ -100,20 +99,6 @@ def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeyp
     assert chosen.blocks == tuple(BLOCKS["transformer"])
     assert "may be recomputed: 3 x Block (layers.0 ... layers.2)" in said
     assert Plan.from_json(chosen.to_json()) == chosen
-
-
-@pytest.mark.slow  # traces a step eight times
-def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
-    config, _, _ = made("transformer", **{"train.batch_size": 64})
-    planner = MemoryPlanner(build_traceable_step(config))
-    levels = {level.recompute for level in list_levels(planner, config)}
-    assert levels == {"none", "pointwise", "alternate", "blocks"}
-    for mode in ("eager", "compile"):
-        kept = {}
-        for how in ("none", "pointwise", "alternate", "blocks"):
-            cell = Cell.of(config.train, "bf16", mode, MemorySetting(recompute=how))  # type: ignore[arg-type]
-            kept[how] = planner.predict(cell).components["activations"]
-        assert kept["blocks"] < kept["alternate"] < kept["pointwise"] < kept["none"], mode
 
 
 def test_blocks_with_forms_of_their_own_are_not_planned() -> None:

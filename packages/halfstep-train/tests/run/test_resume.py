@@ -24,7 +24,7 @@ from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from tiny_training import assert_same_bits
 from warm_processes import process
-from whole_runs import assert_same_run, final_state, records, resume
+from whole_runs import assert_same_run, final_state, newest, records, resume
 
 SLOW = pytest.mark.slow
 """For cases of a test whose other cases run in `make test`."""
@@ -145,7 +145,7 @@ def test_signals_end_a_real_process_with_a_saved_run_and_the_words_to_resume(
     said = output.read_text()
     assert f"halfstep train --resume {out}" in said.replace("\n", " ")
     assert "Traceback" not in said
-    Checkpoints(out / "checkpoints").load_newest(on_damaged=pytest.fail)
+    newest(out)
 
 
 def test_another_number_of_threads_is_set_back_to_the_runs_own(tmp_path: Path) -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.hardware.probe import probe
 from halfstep.step import tables as tabulated
 from halfstep.step.ema import Ema
 from halfstep.step.tables import Values, write_values_
-from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.assemble import Assembly, build_workload
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.resume import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.scheduled import Scheduled
 from halfstep_train.workloads.base.workload import Group
+from whole_runs import assemble_run
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,7 @@ def assembled(workload_changes: dict[str, Any] | None = None, **values: Any) -> 
                 "precision.default": "fp32", "schedule.name": "linear", "schedule.warmup_steps": 0}  # fmt: skip
     changed = {name.replace("__", "."): value for name, value in values.items()}
     config = from_dict("frozen_workload:build", {**settings, **changed}).config
-    workload = dataclasses.replace(build_workload(config), **(workload_changes or {}))
-    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
+    return assemble_run(config, dataclasses.replace(build_workload(config), **(workload_changes or {})))
 
 
 def beta(parts: Assembly) -> float:

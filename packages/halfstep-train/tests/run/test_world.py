@@ -16,7 +16,7 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, RankLost
 from halfstep_train.cli.train import explain_killed_ranks, parse_gpus, remove_gpus_flag, start_on_gpus
 from halfstep_train.run import launch as world
-from halfstep_train.run.launch import choose_speaker, find_first_host, read_launch
+from halfstep_train.run.launch import find_first_host, name_rank, read_launch
 from ranks_together import together
 
 pytestmark = pytest.mark.ranks
@@ -83,20 +83,12 @@ def test_each_process_gets_the_command_without_gpus() -> None:
     assert remove_gpus_flag(["train", "--gpus", "2", "unet", "--gpus=2", "--bf16"]) == ["train", "unet", "--bf16"]
 
 
-def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_before_processes_meet_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "AFTER_FIRST_S", 0.0)
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    found = []
-    for rank, what in enumerate(("no such workload", "no such workload", "no such file")):
-        error = ConfigError(what)
-        choose_speaker(error, {**torchrun, "RANK": str(rank)})
-        found.append((error.is_shown_elsewhere, error.what))
-    assert found[0] == (False, "no such workload")
-    assert found[1][0]
-    assert found[2] == (False, "rank 2: no such file")
+    errors = [ConfigError("no such file") for _ in range(2)]
+    for rank, error in enumerate(errors):
+        name_rank(error, {"RANK": str(rank)})
+    assert [error.what for error in errors] == ["no such file", "rank 1: no such file"]
 
 
 def test_processes_that_were_all_killed_are_named_with_the_signal() -> None:

@@ -107,14 +107,6 @@ def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: 
     assert budgets == [1.0, 0.5]
 
 
-def test_a_trial_that_falls_to_another_mode_is_no_candidate(demo: Path) -> None:
-    config, workload, plan = made(demo)
-    with RunRehearsal(config, workload).begin(plan) as trial:
-        trial.parts.region = trial.parts.eager
-        with pytest.raises(CannotRun, match="needs a CUDA device"):
-            trial.measure("graph")
-
-
 def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, workload, plan = made(demo, train__memory="low", train__epochs=200)
     workload.model.held = (k for k in range(3))  # type: ignore[assignment]
@@ -183,42 +175,6 @@ def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, m
     monkeypatch.setattr(choose, "measure_cost", fits_with_blocks)
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
     assert tune_plan(plan, RunRehearsal(config, workload), lambda line: None).memory["recompute"] == "blocks"
-
-
-def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
-    config, workload, plan = made(demo, train__fast="compile", train__batch_size=4)
-    parts = assemble(config, workload, plan)
-    calls: list[int] = []
-    eager = parts.eager
-
-    def as_compiled(batch):  # type: ignore[no-untyped-def]
-        calls.append(len(batch["image"]))
-        return eager(batch)
-
-    parts.region = as_compiled
-    engine = Engine(parts, "compile", lambda text, level: pytest.fail(text))
-    for batch in parts.train_loader.iterate_epoch(0):
-        engine([batch])
-    assert calls == [4]
-    assert parts.step.attempted == 2
-
-
-def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None:
-    for mode, times in (("compile", 1), ("eager", 0)):
-        config, workload, plan = made(demo, train__fast="compile")
-        parts = assemble(config, workload, plan)
-        parts.region = parts.eager
-        told: list[int] = []
-        engine = Engine(
-            parts,
-            mode,  # type: ignore[arg-type]
-            lambda text, level: pytest.fail(text),
-            before_compiling=lambda told=told, step=parts.step: told.append(step.attempted),
-        )
-        for batch in parts.train_loader.iterate_epoch(0):
-            engine([batch])
-        assert parts.step.attempted > 1
-        assert told == [0] * times
 
 
 def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextvars
-import gc
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfstep_train.tune.fresh_thread import TREES, _Errand, import_graphs, make_graph_storage, run_in_fresh_thread
-from warm_processes import process
+from halfstep_train.tune.fresh_thread import _Errand, run_in_fresh_thread
 
 CPU = torch.device("cpu")
 
@@ -90,43 +86,3 @@ def test_code_is_compiled_after_a_thread_that_compiled_is_gone() -> None:
 
     assert [run_in_fresh_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
     assert compiled() == 2.0
-
-
-def first_import_in_a_thread() -> None:
-    assert TREES not in sys.modules
-    places: list[object] = []
-
-    def work() -> None:
-        import_graphs()
-        torch.compiler.reset()
-        places.append(sys.modules[TREES].local.tree_manager_containers)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    gc.collect()
-    others = [{} for _ in range(1000)]
-    assert places == [{}]
-    assert not any(other is places[0] for other in others)
-
-
-@pytest.mark.slow  # a process imports the compiler
-def test_a_thread_that_imports_the_compilers_graphs_first_may_end(tmp_path: Path) -> None:
-    with process(first_import_in_a_thread, output=tmp_path / "said") as started:
-        started.join()
-        assert started.exitcode == 0, (tmp_path / "said").read_text()  # torch 2.11 crashed
-
-
-def test_the_compilers_graphs_have_a_place_in_every_thread() -> None:
-    from torch._inductor import cudagraph_trees as trees
-
-    def containers() -> object:
-        make_graph_storage()
-        return trees.get_obj(trees.local, "tree_manager_containers")
-
-    places = [run_in_fresh_thread(containers, torch.device("cpu")) for _ in range(9)]
-    gc.collect()
-    # With the thread torch 2.11 lets go of a place that it never took hold of: others would be written over ours.
-    others = [{} for _ in range(1000)]
-    assert places == [{}] * 9
-    assert len({id(place) for place in [*places, *others]}) == 1009

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 import tiny_workload
 from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.run.assemble import assemble, build_workload, decide_plan
+from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.channels_last import is_channels_last
 from halfstep_train.tune.memory_low import CannotRun
 from halfstep_train.workloads import KINDS, load
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.workload import Workload
+from whole_runs import assemble_run
 
 SMALL = ("device=cpu", "train.fast=off", "data.num_workers=0", "train.batch_size=4", "precision=fp32")
 
@@ -43,9 +44,7 @@ TAKES_IT = Kind(builder=tiny_workload.build, takes_channels_last=True)
 
 
 def assembled(workload: str, *words: str) -> Any:
-    config = load(f"test_layout:{workload}", overrides=[*SMALL, *words]).config
-    built = build_workload(config)
-    return assemble(config, built, decide_plan(config, built, probe("cpu")))
+    return assemble_run(load(f"test_layout:{workload}", overrides=[*SMALL, *words]).config)
 
 
 def test_a_kind_says_that_its_model_takes_channels_last_and_our_families_do() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.hardware.memory import LiveBytes
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep_train.tune.memory_low import (
     NORMAL,
@@ -24,13 +21,10 @@ from halfstep_train.tune.memory_low import (
     MemoryChoice,
     MemorySetting,
     choose_memory,
-    limit_activations,
     list_levers,
     make_optimizer,
 )
 from halfstep_train.workloads.segmentation.demo import write_demo
-from halfstep_train.workloads.segmentation.unet import UNet
-from memory_settings import memory_setting, state_bytes
 from tiny_runs import unet_run
 from whole_runs import final_state, resume
 
@@ -79,7 +73,7 @@ def test_together_they_may_be_too_slow() -> None:
     measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21.5, 4), SMALL: (21.5, 5.8), both: (23, 3.8)})
     choice = memory_choice(measure, [[POINTWISE], [SMALL]])
     assert choice.setting == POINTWISE
-    assert choice.trials[-1].setting == both
+    assert list(choice.trials)[-1] == both
 
 
 def test_a_lever_is_not_pulled_further_once_it_is_too_slow() -> None:
@@ -147,65 +141,12 @@ def test_levers_that_a_run_lacks_are_named() -> None:
     )
 
 
-def test_more_time_buys_less_memory() -> None:
-    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 5), BLOCKS: (24.5, 3)})
-    settings = [memory_choice(measure, [[POINTWISE, BLOCKS]], time_limit=limit).setting for limit in (1.09, 1.24)]
-    assert settings == [POINTWISE, BLOCKS]
-
-
-def test_a_budget_is_put_back() -> None:
-    import torch._functorch.config as functorch_config
-
-    with limit_activations(0.5):
-        assert functorch_config.activation_memory_budget == 0.5  # type: ignore[attr-defined]
-    assert functorch_config.activation_memory_budget == 1.0  # type: ignore[attr-defined]
-
-
-def measured_on_cpu(setting: MemorySetting) -> Cost:
-    """Bytes alive at the worst moment of a real step, and its time."""
-    torch.manual_seed(0)
-    model = UNet(base_channels=16, depth=1)
-    optimizer = make_optimizer(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
-    gc.collect()
-    began = time.perf_counter()
-    with LiveBytes() as live, memory_setting(model, setting):
-        model(torch.randn(2, 3, 32, 32)).square().mean().backward()
-    optimizer.step()
-    ms = 1e3 * (time.perf_counter() - began)
-    return Cost(ms, live.peak + state_bytes(optimizer))
-
-
-def test_real_steps_on_the_cpu_take_less_memory_with_each_lever() -> None:
-    normal, pointwise, small = (measured_on_cpu(setting).peak_bytes for setting in (NORMAL, POINTWISE, SMALL))
-    assert pointwise < 0.9 * normal
-    assert small < normal
-    # How long they take is the machine's mood here, so time is set equal and the bytes decide.
-    levers = list_levers(("pointwise", "blocks"), "adamw", is_compiled=False)
-    choice = memory_choice(lambda setting: measured_on_cpu(setting)._replace(ms=1.0), levers.positions)
-    assert choice.setting.recompute in ("pointwise", "blocks")
-    assert choice.setting.optimizer_bits == 8
-    assert "activation budget" in levers.notes[0]
-
-
 def test_the_optimizer_is_the_runs_own_unless_bits_are_saved() -> None:
     groups = [{"params": [nn.Parameter(torch.zeros(4))]}]
     assert isinstance(make_optimizer(NORMAL, "adamw", groups, lr=1e-3, options={"eps": 1e-6}), torch.optim.AdamW)
     small = make_optimizer(SMALL, "adamw", [{"params": [nn.Parameter(torch.zeros(4))]}], lr=1e-3, options={"eps": 1e-6})
     assert isinstance(small, AdamW8bit)
     assert small.defaults["eps"] == 1e-6
-
-
-def test_a_lower_budget_keeps_less_in_a_compiled_region() -> None:
-    kept = []
-    for share in (1.0, 0.3):
-        torch.compiler.reset()
-        x = torch.randn(64, 64, requires_grad=True)
-        layers = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU())))
-        with limit_activations(share):
-            run = torch.compile(layers, backend="aot_eager_decomp_partition", fullgraph=True)
-            graph = run(x).grad_fn
-        kept.append(sum(tensor.nbytes for tensor in graph.saved_tensors))
-    assert kept[1] < kept[0]
 
 
 def test_a_run_with_one_byte_moments_and_recomputing_resumes_to_the_bit(

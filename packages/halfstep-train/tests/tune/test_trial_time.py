@@ -53,20 +53,6 @@ def test_all_starts_together_fit_into_a_twentieth_of_the_run() -> None:
     assert not time.has_room_for(21)
 
 
-def test_a_start_that_fails_is_counted() -> None:
-    hands = Hands()
-    time = TrialTime(10, clock=hands)
-
-    def fails() -> None:
-        with time.count_start():
-            hands.now += 3
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fails()
-    assert time.starts_s == 3
-
-
 def test_one_candidate_does_not_use_up_what_the_others_need() -> None:
     hands = Hands()
     time = TrialTime(1000, most_s=MOST_S, clock=hands)

@@ -144,8 +144,7 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_to_the_same_bits(tmp_path: P
 def test_a_text_that_changed_since_a_run_began_is_named_once(tmp_path: Path, text: Path) -> None:
     run = trained(tmp_path / "run", text, train__max_steps=1)
     text.write_text(TEXT * 2)
-    (note,) = describe_changed_data(built(text), RunFolder.open(str(run)))
-    assert note.count(".tokens") == 1, "one file holds both parts"
+    assert len(describe_changed_data(built(text), RunFolder.open(str(run)))) == 1
 
 
 def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(tmp_path: Path, text: Path) -> None:

@@ -330,7 +330,7 @@ def test_a_number_of_one_shard_of_a_gradient_drops_the_step_on_all(found: list[d
 
 
 def test_a_step_reduces_a_few_numbers_and_gathers_nothing(found: list[dict[str, Any]]) -> None:
-    unit, sums, norms = 1, 3 + 3 * 2, 2
+    unit, sums, norms = 1, 3 + 2 * 2, 2
     assert [own["reductions"] for own in found] == [[[unit, sums, norms]] * 3] * 2
 
 

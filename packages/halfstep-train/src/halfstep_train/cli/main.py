@@ -221,11 +221,10 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
 
 def show_once(error: HalfstepError) -> None:
     """Show an error; if several ranks raised it, only one of them shows it."""
-    # Started by a launcher: the ranks choose one of them that prints the error.
-    if error.is_shown_elsewhere is None and "RANK" in os.environ:
-        from halfstep_train.run.launch import choose_speaker
+    if error.is_shown_elsewhere is None and "RANK" in os.environ:  # started by a launcher
+        from halfstep_train.run.launch import name_rank
 
-        choose_speaker(error, os.environ)
+        name_rank(error, os.environ)
     if not error.is_shown_elsewhere:
         show_error(error)
 

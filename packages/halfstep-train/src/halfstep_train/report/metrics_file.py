@@ -6,10 +6,8 @@ back. Finite floats are written with `repr`, so they are restored bit-exactly.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import zlib
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -68,17 +66,10 @@ def find_last_step(path: Path) -> int | None:
     return max((record["step"] for _, record in _iterate_records(path) if "step" in record), default=None)
 
 
-def compute_fingerprint(path: Path, num_records: int) -> tuple[int, int]:
-    """Return how many of the first `num_records` are there, and the checksum of their lines."""
-    lines = [line + b"\n" for line, _ in itertools.islice(_iterate_records(path), num_records)]
-    return len(lines), zlib.crc32(b"".join(lines))
-
-
 def cut_back(path: Path, num_records: int) -> None:
     """Keep the records that existed at a checkpoint, by count: one step may write before and after it."""
     if not path.exists() and not path.is_symlink():  # writing would create the target of a dangling link
         return
-    # Rewrites the original lines, so that checksums over them stay valid.
     kept = [line for line, _ in _iterate_records(path)][:num_records]
     write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
 

@@ -379,18 +379,6 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
             why="it would silently keep its initial values",
             fix="name its module in a phase's parameters, or freeze it with requires_grad_(False)",
         )
-    _refuse_idle_iterations(phases)
-
-
-def has_parameter(phase: Phase, parameter: str) -> bool:
-    """True if the phase trains this parameter; a phase without names trains all."""
-    return not phase.parameters or is_within(parameter, phase.parameters)
-
-
-def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
-    """Refuse phases that leave an iteration in which nothing is trained."""
-    if any(phase.every == 1 and phase.from_step == 0 for phase in phases):
-        return
     # Which phases are due repeats after the least common multiple of their periods, once all have started.
     horizon = max(phase.from_step for phase in phases) + math.lcm(*(phase.every for phase in phases))
     for iteration in range(horizon):
@@ -400,6 +388,11 @@ def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
                 why="the iteration would read data without training on it",
                 fix="give one phase every=1 and from_step=0, or let phases alternate",
             )
+
+
+def has_parameter(phase: Phase, parameter: str) -> bool:
+    """True if the phase trains this parameter; a phase without names trains all."""
+    return not phase.parameters or is_within(parameter, phase.parameters)
 
 
 def _is_countable(phase: Phase, workload: Workload) -> bool:
@@ -431,15 +424,13 @@ DEMO_PLAN_NOTE = (
 
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data if no folder is given, and decide its plan."""
-    if gpu:
-        return _warn_untimed(_plan_for(config, look_up_gpu(gpu)))
-    return _plan_for(config, probe(config.device))
-
-
-def _plan_for(config: RunConfig, hardware: Hardware) -> Plan:
+    hardware = look_up_gpu(gpu) if gpu else probe(config.device)
     with provide_data(config) as with_data, skip_initialisation():
         decided = decide_plan(with_data, build_workload(with_data), hardware)
-        return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
+    notes = [DEMO_PLAN_NOTE] if is_demo(config) else []
+    if gpu and decided.granted == "fp8":
+        notes.append(f"no layer was timed: a run on {decided.device_name} uses bf16 where fp8 is not faster")
+    return dataclasses.replace(decided, warnings=(*decided.warnings, *notes))
 
 
 def is_demo(config: RunConfig) -> bool:
@@ -457,15 +448,3 @@ def provide_data(config: RunConfig) -> Iterator[RunConfig]:
         data = Path(folder) / "demo"
         KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
         yield config.replace(data={"dir": str(data)})
-
-
-def _warn_untimed(decided: Plan) -> Plan:
-    """Warn that fp8 layers were not timed: that needs the GPU itself."""
-    if decided.granted != "fp8":
-        return decided
-    note = f"no layer was timed: a run on {decided.device_name} uses bf16 where fp8 is not faster"
-    return _add_warning(decided, note)
-
-
-def _add_warning(decided: Plan, line: str) -> Plan:
-    return dataclasses.replace(decided, warnings=(*decided.warnings, line))

@@ -153,11 +153,6 @@ class Checkpoints:
         """Return all checkpoints, oldest first; folders with other names, such as `step-00000005.bak`, are ignored."""
         return sorted((path for path in self._list_named() if path.is_dir()), key=_parse_name)
 
-    def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
-        """Load the newest intact checkpoint; report damaged ones and move them aside."""
-        path = self.find_newest(on_damaged=on_damaged)
-        return path, load(path)
-
     def find_newest(self, *, on_damaged: Callable[[str], None]) -> Path:
         """Return the newest intact checkpoint; report damaged ones and move them aside."""
         damaged: list[Path] = []

@@ -9,25 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import PrecisionConfig, RunConfig
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import decide_plan
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.memory.sizing import choose_pieces, choose_reduction, choose_sharding, make_peak_predictor
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.run.rehearsal import AgreedRehearsal, RunRehearsal
+from halfstep_train.run.rehearsal import LeadingRehearsal, RunRehearsal
 from halfstep_train.run.resume import Changes, refuse_missing_device
 from halfstep_train.run.run_rank import RunRank
 from halfstep_train.run.sharded_model import choose_sharded_mode
 from halfstep_train.tune.choose import MEASURED_FOR, strip_tuning, tune_plan
 from halfstep_train.tune.trials import Rehearsal
 from halfstep_train.workloads.base.workload import Workload
-
-
-def refuse_missing_format(precision: PrecisionConfig, device: str) -> None:
-    """Refuse a strict precision that the device lacks, before anything is built."""
-    decide(precision, probe(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +44,11 @@ class PlanChoice:
         return self._agree(partial(self._update, folder, changes))
 
     def _agree(self, make: Callable[[Rehearsal], Plan]) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials that all ranks run together."""
+        """Return one plan for all ranks, each with its own device, from trials on rank 0."""
         own, world = (self._trial_config, self.workload), self.rank.world
         if world is None:
             return make(RunRehearsal(*own))
-        return AgreedRehearsal(*own, world, probe(self.device).device).plan(make)
+        return LeadingRehearsal(*own, world, probe(self.device).device).plan(make)
 
     @property
     def _trial_config(self) -> RunConfig:
@@ -88,11 +82,11 @@ class PlanChoice:
             trace = partial(build_traceable_step, self.config, store)
             return choose_reduction(train, plan, world.size, self._say, trace)
         trace = partial(build_traceable_step, self._trial_config, store)
-        peak = make_peak_predictor(rehearsal.settings.train, trace)
+        peak = make_peak_predictor(rehearsal.config.train, trace)
         plan = tune_plan(plan, rehearsal, self._say, peak=peak)
         if not train.auto_batch:
             return dataclasses.replace(plan, pieces=1)
-        pieces = choose_pieces(plan, self._say, rehearsal, trace, by_trial=world is not None)
+        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace)
         return dataclasses.replace(plan, pieces=pieces)
 
     def _say(self, line: str) -> None:

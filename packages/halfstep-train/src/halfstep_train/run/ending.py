@@ -21,7 +21,6 @@ from halfstep.errors import (
     HalfstepError,
     Interrupted,
     TrainingStopped,
-    format_count,
     suggest_command,
 )
 from halfstep.evidence.capsule import list_capsules
@@ -29,7 +28,6 @@ from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.monitor import Monitor
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
-from halfstep.step.scaler import Scaler
 from halfstep.tensor_files import write_tensors
 from halfstep_train.config.schema import DataConfig
 from halfstep_train.report.listeners import CallbackFailed
@@ -113,22 +111,10 @@ def _refuse_only_skips(loop: Loop) -> None:
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
         why="the weights are unchanged since the start of the run",
-        fix=_suggest_longer_search(scaler)
+        fix="train longer, which finds a loss scale, or start with a lower scaler.init_scale"
         if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
         "check whether they also fail with --precision fp32",
-    )
-
-
-def _suggest_longer_search(scaler: Scaler) -> str:
-    """Return the fix for a run that ended before a first loss scale was found."""
-    options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
-    # Each overflow multiplies the scale by backoff_factor: this many steps reach the smallest scale.
-    most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
-    return (
-        f"finding a loss scale from scaler.init_scale={options.init_scale:g} takes up to "
-        f"{format_count(most, 'step')}: train longer, or start where this run ended: "
-        f"scaler.init_scale={reached:g}"
     )
 
 

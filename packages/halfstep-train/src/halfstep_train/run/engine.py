@@ -264,11 +264,9 @@ class Engine:
             self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before capturing
         # DDP rearranges its buckets during the first steps, which a capture would freeze.
         is_warm = self.guarded.ranks is None or self.guarded.ranks.can_be_captured
-        is_ready = is_warm and self._in_a_row > UNCAPTURED and self._has_code(window)
-        return self._capture(shape, window) if is_ready else None
-
-    def _has_code(self, window: list[Batch]) -> bool:
-        return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
+        is_ready = is_warm and self._in_a_row > UNCAPTURED
+        has_code = is_ready and all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
+        return self._capture(shape, window) if has_code else None
 
     def _capture(self, shape: Shape, window: list[Batch]) -> CapturedWindow | None:
         """Capture the step for this shape; after a failure stop capturing."""
@@ -418,11 +416,6 @@ class PhasedEngine:
         return say
 
     @property
-    def step_of_all(self) -> PhasedStep:
-        assert isinstance(self.parts.step, PhasedStep)
-        return self.parts.step
-
-    @property
     def mode(self) -> Mode:
         """Return the slowest mode of all phases, except those that are never compiled."""
         modes = [self.engines[own.phase.name].mode for own in self.parts.phases if own.phase.compiles]
@@ -439,7 +432,8 @@ class PhasedEngine:
         self._announce_uncompiled()
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
-        return self.step_of_all.close({name: self.engines[name].step(prepared, sizes) for name in due})
+        assert isinstance(self.parts.step, PhasedStep)
+        return self.parts.step.close({name: self.engines[name].step(prepared, sizes) for name in due})
 
     def follow(self, reading: Reading) -> None:
         """Follow, for each phase, a rank that could not compile or capture."""

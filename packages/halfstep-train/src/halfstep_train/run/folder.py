@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from halfstep.disk import (
     find_unused_path,
@@ -31,8 +31,6 @@ from halfstep.errors import (
     ConfigError,
     DataError,
     ModelError,
-    format_count,
-    make_printable,
     suggest_command,
 )
 from halfstep.precision.plan import Plan
@@ -110,11 +108,7 @@ class RunFolder:
         write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
 
     def read_settled(self) -> Settled:
-        from halfstep_train.config.keys import leave_out_removed
-
-        settled = Settled(**self._read_sealed(self.path / "settled.json"))
-        before = [{**one, "settings": leave_out_removed(one["settings"])} for one in settled.before]
-        return dataclasses.replace(settled, settings=leave_out_removed(settled.settings), before=before)
+        return Settled(**self._read_sealed(self.path / "settled.json"))
 
     def write_plan(self, plan: Plan) -> None:
         write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
@@ -161,12 +155,6 @@ class RunFolder:
     @classmethod
     def refuse_unusable(cls, path: Path) -> None:
         """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
-        if make_printable(str(path)) != str(path):
-            raise CheckpointError(
-                f"the name of the run's folder {path} is not printable UTF-8 text",
-                why="safetensors cannot read files from such a folder",
-                fix="choose another name with --out",
-            )
         if path.is_dir() and any(path.iterdir()):
             raise _explain_taken(cls(path))
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -301,19 +289,7 @@ def write_demo_data(workload: str, data_dir: Path, seed: int) -> None:
         ) from error
 
 
-# --- settings in the folder and in its capsules ---
-
-
-class RunSource(NamedTuple):
-    """From what a capsule builds its run again."""
-
-    config: str  # as YAML
-    code: Mapping[str, str]  # signatures of custom code, by import path
-    base_lr: float
-
-    @classmethod
-    def of(cls, config: RunConfig) -> RunSource:
-        return cls(to_yaml(config), sign_code(find_import_paths(config)), config.optimizer.lr)
+# --- settings in the folder ---
 
 
 def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
@@ -379,24 +355,15 @@ def find_moved_data(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, li
     demo = make_absolute(folder.path) / "data"  # demo data are in the run's folder and move with it
     if stored is None:
         return here.replace(data={"dir": str(demo)}) if demo.is_dir() else here, []
-    found = Path(_make_absolute(stored))
-    if found.exists():
+    if Path(_make_absolute(stored)).exists():
         return here, []
     if demo.is_dir():
         return here.replace(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
     if is_import_path(config.workload):  # a custom workload may use data.dir as it likes
         return here, []
-    raise _explain_missing_data(folder, stored, found)
-
-
-def _explain_missing_data(folder: RunFolder, stored: str, absolute: Path) -> DataError:
-    if str(absolute) == stored:
-        why = f"{folder.config} names that folder"
-    else:
-        why = f"{folder.config} names {stored}, relative to the folder the run was started in; here that is {absolute}"
-    return DataError(
+    raise DataError(
         f"the run's data folder {stored} does not exist",
-        why=why,
+        why=f"{folder.config} names that folder",
         fix="give the new location: --data DIR to evaluate, data.dir=DIR to resume",
     )
 
@@ -411,8 +378,6 @@ def _make_absolute(path: str, *, only_if_there: bool = False) -> str:
 # --- sizes and times of the data files when the run started ---
 # Only sizes and times are compared, not contents. Differences are reported but not refused, because a copy of the data
 # on another machine has other times and the same content.
-
-SHOWN = 3
 
 
 def record_data(workload: Workload, folder: RunFolder) -> None:
@@ -431,26 +396,12 @@ def digest_contents(workload: Workload) -> str:
 def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     """Return a note if sizes or times of the data files have changed since the run started."""
     try:
-        record = parse_json(_get_data_record(folder).read_bytes())
-        then, num_then = record["digest"], record["files"]
-        started_s = _get_data_record(folder).stat().st_mtime
+        then = parse_json(_get_data_record(folder).read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    files = list(_list_files(workload))
-    if _compute_digest(files) == then:
+    if _compute_digest(list(_list_files(workload))) == then:
         return []
-    from halfstep_train.data.files import list_some
-
-    if len(files) != num_then:
-        return [
-            f"the run started with {format_count(num_then, 'data file')}, there are {len(files)} now: "
-            "the run cannot continue exactly"
-        ]
-    newer = [
-        path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s
-    ]  # both splits may be in one file
-    which = f"written since: {list_some(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
-    return [f"data files changed in size or time since this run started ({which}): it may not continue exactly"]
+    return ["data files changed in name, size or time since this run started: it may not continue exactly"]
 
 
 def _list_files(workload: Workload) -> Iterator[Path]:

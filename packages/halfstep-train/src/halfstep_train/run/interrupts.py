@@ -52,9 +52,6 @@ class Interrupts:
 def catch_interrupts(*, answers: bool = True, answer: str = FINISHING_STEP) -> Iterator[Interrupts]:
     """Handle signals inside; print `answer` after the first Ctrl-C if `answers` is set (on rank 0)."""
     found = Interrupts(answers=answers, answer=answer)
-    if threading.current_thread() is not threading.main_thread():
-        yield found  # Python allows signal handlers in the main thread only
-        return
     with _handle_signals(SIGNALS, found._note):
         yield found
 
@@ -62,7 +59,10 @@ def catch_interrupts(*, answers: bool = True, answer: str = FINISHING_STEP) -> I
 @contextmanager
 def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Install a handler for these signals, and restore the previous ones afterwards."""
-    former: dict[int, Any] = {number: signal.signal(number, handler) for number in numbers if _is_ours(number)}
+    # Python allows signal handlers in the main thread only.
+    is_possible = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if is_possible and _is_ours(number)]
+    former: dict[int, Any] = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
@@ -73,9 +73,6 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
 @contextmanager
 def raise_at_once(when: str = "before training began") -> Iterator[None]:
     """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a command with nothing to save cleans up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

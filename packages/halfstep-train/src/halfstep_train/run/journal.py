@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfstep.errors import HalfstepError, format_bytes, format_count, format_duration, suggest_command
+from halfstep.errors import HalfstepError, format_bytes, format_count, format_duration
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.memory import get_peak_memory_bytes
@@ -21,10 +20,7 @@ from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
-from halfstep_train.config.schema import DataConfig, is_import_path
-from halfstep_train.data.image_samples import TrainingFiles
 from halfstep_train.data.loader import NamedSamples, Samples, implements
-from halfstep_train.report.metrics_file import encode
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
 from halfstep_train.run.assemble import Assembly
@@ -118,7 +114,7 @@ class Journal:
         self._named = samples if implements(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
-        self.num_records = self.records_crc32 = 0
+        self.num_records = 0
         self.latest: Reading | None = None
         self.num_skipped = self.num_spikes = 0
         self.phases = tuple(phases)
@@ -132,7 +128,6 @@ class Journal:
         self._is_due = False  # whether a record was written that the bar does not show yet
         self.pace, self._is_announced = Pace(total_steps), False
         self._is_compiling = False
-        self._lagging = Lagging()
         self._shown_metric: str | None = None  # None: not computed in this pass
         self._since_metric = Stopwatch()
         self._clock, self._before_s = Stopwatch(), 0.0
@@ -153,7 +148,6 @@ class Journal:
         """Record what the guard has read: the step of two steps ago, and at the end of an epoch also the last ones."""
         del facts  # the reading holds what the host may know
         self.latest = reading
-        self._lagging.add(reading.waits_s)
         for name, part in split_phases(reading).items():
             self.seen[name].newest = part
             self._report_reading(part, name)
@@ -224,7 +218,7 @@ class Journal:
         first = self._first or r
         left_s = self.pace.estimate_left_s(self.attempted)
         self._is_due = True
-        self._log(
+        self.log(
             {
                 "kind": "train",
                 "step": r.attempted + 1,
@@ -301,10 +295,8 @@ class Journal:
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
     def _format_waits(self) -> dict[str, str]:
-        """Return the slowest rank and the share of time spent waiting for data, if they are worth reporting."""
-        slowest, share = self._lagging.describe(), self._waiting.share
-        waits = {"slowest": slowest} if slowest else {}
-        return waits | ({"data": f"{share:.0%}"} if self._waiting.is_worth_saying else {})
+        """Return the share of time spent waiting for data, if it is worth reporting."""
+        return {"data": f"{self._waiting.share:.0%}"} if self._waiting.is_worth_saying else {}
 
     def _format_losses(self) -> dict[str, str]:
         """Return the mean loss of the epoch so far, by phase."""
@@ -319,7 +311,7 @@ class Journal:
     def _record_event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
         """Print a notice about a step and write it to metrics.jsonl as an event."""
         self.report.notice(text, level)
-        self._log(
+        self.log(
             {
                 "kind": "event",
                 "step": self.attempted,
@@ -349,11 +341,9 @@ class Journal:
         numbers = _format_few(reading.sample_ids) or "unknown"
         return f"{numbers} ({_format_few(files)})" if files else numbers
 
-    def _log(self, record: Mapping[str, object]) -> None:
+    def log(self, record: Mapping[str, object]) -> None:
         self.report.log(record)
         self.num_records += 1
-        # A checkpoint stores count and checksum, to notice an edited file when the run is resumed.
-        self.records_crc32 = zlib.crc32(encode(record), self.records_crc32)
 
     # --- phases ---
 
@@ -406,7 +396,7 @@ class Journal:
         trained |= {f"train_loss/{name}": self.seen[name].mean_loss for name in self.phases}
         kind = "val" if val else "epoch"
         place = {"kind": kind, "step": attempted, "epoch": epoch + 1, "elapsed_s": round(self.elapsed_s, 3)}
-        self._log({**place, **val, **trained, **({"best": is_best} if val else {})})
+        self.log({**place, **val, **trained, **({"best": is_best} if val else {})})
         for seen in self.seen.values():
             seen.loss_sum, seen.num_losses = 0.0, 0
 
@@ -437,10 +427,6 @@ class Journal:
         self.report.notice(COMPILING)
         self._is_compiling = True
 
-    def record_watch(self, record: Mapping[str, object]) -> None:
-        """Record an observation of `log.watch`."""
-        self._log(record)
-
     def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
         """Print why the run ends early."""
         best = f"better {self.metric} than {stopping.best:.4f} (epoch {stopping.best_epoch + 1})"
@@ -450,29 +436,24 @@ class Journal:
     def record_rollback(self, text: str, verdict: Verdict, committed: int, guard: Guard) -> None:
         """Print and record a rollback."""
         self.report.notice(f"{text}, rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}", "warning")
-        self._log({"kind": "event", "step": self.attempted, "event": "rollback", "reason": verdict.reason,
+        self.log({"kind": "event", "step": self.attempted, "event": "rollback", "reason": verdict.reason,
                          "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores."""
-        first = next(iter(self.seen.values()))
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
             "num_records": self.num_records,
-            "records_crc32": self.records_crc32,
-            "loss_sum": first.loss_sum,
-            "num_losses": first.num_losses,
+            "seen": {name: asdict(one) for name, one in self.seen.items()},
             "num_skipped": self.num_skipped,
             "num_spikes": self.num_spikes,
             "elapsed_s": self.elapsed_s,
-            **({"phases": {name: asdict(self.seen[name]) for name in self.phases}} if self.phases else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.latest = _load_reading(state["latest"])
-        self.num_records, self.records_crc32 = int(state["num_records"]), int(state["records_crc32"])
-        # A run without phases stores the keys of its one entry at the top level.
-        for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
+        self.num_records = int(state["num_records"])
+        for name, own in state["seen"].items():
             self.seen[name] = PhaseProgress(
                 _load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"])
             )
@@ -516,7 +497,7 @@ def find_hint(workload: str, scores: Mapping[str, float]) -> str:
     return str(load_part(kind.hint)(scores)) if kind.hint is not None else ""
 
 
-# --- throughput, and what a run waits for: data, the slowest rank, the host ---
+# --- throughput, and what a run waits for: data or the host ---
 
 
 WORTH_SAYING = 0.1  # share of the time above which waiting is reported
@@ -546,17 +527,11 @@ class Waiting:
         return self.share > WORTH_SAYING
 
 
-def suggest_faster_data(data: DataConfig, workload: str, samples: Samples, cores: int) -> str:
-    """Suggest a setting that speeds up data loading: more workers if cores are free, else a cache of decoded images."""
-    workers = data.num_workers
-    if workers < cores:
-        return f"data.num_workers={cores} (it is {workers}, and this machine has {format_count(cores, 'core')})"
-    if isinstance(samples, TrainingFiles):
-        pack = suggest_command("pack", data.dir)
-        return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} already decode images)"
-    has_size = "image_size" in type(data).model_fields and not is_import_path(workload)
-    smaller = "a smaller data.image_size, or " if has_size else ""
-    return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"
+def suggest_faster_data(num_workers: int, cores: int) -> str:
+    """Suggest a setting that speeds up data loading: more workers if cores are free, else less work for them."""
+    if num_workers < cores:
+        return f"data.num_workers={cores} (it is {num_workers}, and this machine has {format_count(cores, 'core')})"
+    return f"more cores, or samples that are smaller or decoded before (data.num_workers={num_workers} uses all cores)"
 
 
 # --- model FLOPs utilisation (MFU, Chowdhery et al. 2022) ---
@@ -575,35 +550,6 @@ def find_peak_flops(plan: Plan) -> float | None:
 
 def compute_utilisation(unit: Unit, samples_per_s: float, peak: float | None) -> float | None:
     return samples_per_s * unit.flops_per_sample / peak if peak and unit.flops_per_sample else None
-
-
-# --- the slowest rank ---
-
-WINDOW_S = 10.0  # averaged over this time: one slow step is not a trend
-
-
-class Lagging:
-    """Find the slowest rank of the last seconds: the one that waited least for the others."""
-
-    def __init__(self) -> None:
-        self._clock, self._waits_s = Stopwatch(), list[float]()
-
-    def add(self, waits_s: Sequence[float]) -> None:
-        # A resumed run starts with readings of the previous number of ranks.
-        own = self._waits_s if len(self._waits_s) == len(waits_s) else [0.0] * len(waits_s)
-        self._waits_s = [before + more for before, more in zip(own, waits_s, strict=True)]
-
-    def describe(self) -> str:
-        """Return a line such as `rank 3, others wait 24%`; empty if no rank lags."""
-        waits_s, elapsed_s = self._waits_s, self._clock.elapsed_s
-        if elapsed_s > WINDOW_S:
-            self._waits_s = []
-            self._clock.restart()
-        if len(waits_s) < 2 or elapsed_s <= 0:
-            return ""
-        # The slowest rank waits least; the others wait for it as much longer as this difference.
-        share = (max(waits_s) - min(waits_s)) / elapsed_s
-        return f"rank {waits_s.index(min(waits_s))}, others wait {share:.0%}" if share > WORTH_SAYING else ""
 
 
 # --- how busy the GPU was ---

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Launchers that give no address to meet at."""
 FIRST_PORT = 20000
 AFTER_FIRST_S = 1.0  # how long other ranks let rank 0 show an error that all of them have
-PATIENCE_S = 5.0  # for torchrun's store to answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,15 +47,15 @@ class Launch:
 
 def read_launch(variables: Mapping[str, str]) -> Launch | None:
     """Return this process's rank and world from the variables; None for a single process."""
-    if _read_number(variables, "WORLD_SIZE") >= 1 and "RANK" in variables:
+    size = _read_number(variables, "WORLD_SIZE")
+    if size > 1 or size == 1 and "RANK" in variables:
+        if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]:
+            raise ConfigError(
+                f"WORLD_SIZE={size} without {', '.join(missing)}",
+                why="this process cannot determine its rank or reach the other ranks",
+                fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
+            )
         return _read_torchrun(variables)
-    if _read_number(variables, "WORLD_SIZE") > 1:
-        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
-        raise ConfigError(
-            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}",
-            why="this process cannot determine its rank or reach the other ranks",
-            fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
-        )
     if _read_number(variables, "SLURM_STEP_NUM_TASKS") > 1:
         return _read_srun(variables)
     for name, launcher in UNKNOWN.items():
@@ -82,9 +80,6 @@ def read_launcher(variables: Mapping[str, str], num_gpus: int = 1) -> Launcher:
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Launch:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
-    if missing:
-        raise ConfigError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", fix="start it with torchrun")
     return Launch(
         rank=_read_number(variables, "RANK"),
         size=_read_number(variables, "WORLD_SIZE"),
@@ -225,28 +220,12 @@ def meet_at_kept_store(launch: Launch, limit_s: float) -> Store:
     )
 
 
-def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
-    """Let only one rank show an error raised before the ranks have connected, such as one in the config.
-
-    With torchrun, the first rank that registers the error in its store shows it. With other launchers every rank does.
-    """
-    rank = _read_number(variables, "RANK")
-    if rank:
+def name_rank(error: HalfstepError, variables: Mapping[str, str]) -> None:
+    """Name the rank in an error raised before the ranks have connected, such as one in the config. The launcher ends
+    the others when rank 0 has shown it."""
+    if rank := _read_number(variables, "RANK"):
         time.sleep(AFTER_FIRST_S)
         error.what = f"rank {rank}: {error.what}"
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import DistError
-
-    key = hashlib.sha256("\n".join((error.what.removeprefix(f"rank {rank}: "), error.why, error.fix)).encode())
-    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    with suppress(DistError):  # torchrun is gone: no other rank will show it
-        limit = timedelta(seconds=PATIENCE_S)
-        store = TCPStore(
-            variables["MASTER_ADDR"], _read_number(variables, "MASTER_PORT"), is_master=False, timeout=limit
-        )
-        error.is_shown_elsewhere = store.add(f"halfstep/shown/{attempt}/{key.hexdigest()}", 1) > 1
 
 
 @contextmanager

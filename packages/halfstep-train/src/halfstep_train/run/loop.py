@@ -465,7 +465,7 @@ class Loop:
             self.journal.notice(note)
         self._set_rate_factor()
         self.position = Position(**state["position"])
-        self.engine.restore(state, is_same=not changes.are_binding)
+        self.engine.restore(state, is_same=not changes.touch(""))
         self.validated_at, self.sampled_at = int(state["validated_at"]), int(state["sampled_at"])
         # The stored metrics are sums over all ranks: only one rank may add them again.
         if self.parts.world is None or self.parts.world.is_first:

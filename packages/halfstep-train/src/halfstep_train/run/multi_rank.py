@@ -24,7 +24,6 @@ from halfstep_train.run.folder import digest_contents
 from halfstep_train.run.frozen_modules import compute_checksum
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.resume import flatten_settings
-from halfstep_train.run.sharded_model import refuse_unshardable
 from halfstep_train.tune.modes import Batch, Region
 from halfstep_train.workloads.base.workload import Workload
 
@@ -116,14 +115,6 @@ def refuse_small_batch(loaded: Loaded, size: int) -> None:
                 fix=f"train.batch_size={size} or more, or fewer ranks",
             )
         )
-
-
-def refuse_unfit(config: RunConfig, workload: Workload, world: World | None, *, resumes: bool) -> None:
-    """Refuse what the ranks cannot train together, on all of them."""
-    if config.train.shard is not False:
-        refuse_unshardable(config, workload, world)
-    if world is not None:
-        refuse_differences(config, workload, world, resumes=resumes)
 
 
 def refuse_differences(config: RunConfig, workload: Workload, world: World, *, resumes: bool = False) -> None:

@@ -131,7 +131,6 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
-        ("ranks", _describe_ranks(parts)),
         ("steps", _describe_length(parts) + _describe_long_warmup(config.schedule.warmup_steps, parts.total_steps)),
         ("recomputed", describe_recomputed(parts.model)),
         ("phases", ", ".join(own.phase.when for own in parts.phases)),
@@ -170,7 +169,7 @@ def show_summary(
     if busy:
         rows.append(("GPU", busy))
     if loop.waiting.is_worth_saying:
-        faster = suggest_faster_data(data, parts.name, parts.workload.train_samples, count_cores())
+        faster = suggest_faster_data(data.num_workers, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     rows += report.trackers
     report.finish("done", rows + ([] if is_dry_run(folder.path) else _list_results(folder, loop)))
@@ -183,18 +182,6 @@ def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     closer = suggest_command("evaluate", folder.path, *held_out)
     curves = suggest_command("report", folder.path, "--open")
     return [("best checkpoint", str(best) if best else "none"), ("curves", curves), ("look closer", closer)]
-
-
-def _describe_ranks(parts: Assembly) -> str:
-    if (world := parts.world) is None:
-        return ""
-    train = parts.train
-    each = (
-        f"{format_count(world.count_rows(train.batch_size), 'sample')} of a batch each"
-        if world.size > 1
-        else "the whole batch"
-    )
-    return f"{world.size}, {each}, gradients summed in {train.reduce}"
 
 
 def _describe_length(parts: Assembly) -> str:

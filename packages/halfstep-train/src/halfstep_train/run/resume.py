@@ -8,15 +8,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.dump import dump_values
+from halfstep_train.config.keys import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import WITHOUT_END, RunConfig
-from halfstep_train.report.metrics_file import compute_fingerprint
 from halfstep_train.run.folder import RunFolder, Settled, is_given, make_paths_absolute
 from halfstep_train.workloads import KINDS, load
 
@@ -44,34 +42,18 @@ class Changes:
     keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def are_binding(self) -> bool:
-        """True if any change affects what a step computes."""
-        return self.touch("")
-
     def touch(self, *prefixes: str) -> bool:
         """True if settings that start with these names changed in a way that affects what a step computes."""
         return any(key.startswith(prefixes) and not key.startswith(FREE) for key in self.keys)
 
 
-def flatten_settings(section: BaseModel, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        found |= (
-            flatten_settings(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
-        )
-    return found
+def flatten_settings(config: RunConfig) -> dict[str, Any]:
+    return {path: attrgetter(path)(config) for path in list_fields(type(config))}
 
 
 def accept_changes(loaded: Loaded, folder: RunFolder, *, allow: bool) -> tuple[Loaded, Settled, Changes]:
     """Return the settings of a resumed run, those that it stored, and how they differ; refuse what must not change."""
     own, settled = load(str(folder.config)), folder.read_settled()
-    train = settled.settings["train"]
-    if "cumulative_norms" not in train:  # stored before the setting existed
-        own = replace(own, config=own.config.replace(train={"cumulative_norms": False}))
-        train["cumulative_norms"] = False
-        settled.decided["train.cumulative_norms"] = [True]
     # What the run decided itself (from its data) is not a change of the user.
     loaded = apply_decided(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
@@ -115,38 +97,9 @@ def recover_settings(
             why="the checkpoints belong to another model",
             fix="undo the edit, or start a new run",
         )
-    try:
-        stored = type(own).model_validate(settings)
-    except ValidationError as error:
-        names = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
-        raise CheckpointError(
-            f"{file.parent} has settings that this version of halfstep does not know: {names}",
-            why="another version wrote the run",
-            fix="resume it with that version, or start a new run",
-        ) from error
+    stored = type(own).model_validate(settings)
     refuse_changes(stored, own, allow=allow, kept=kept, edited=file)
     return stored
-
-
-def refuse_changed_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
-    """Compare metrics.jsonl with the count and checksum in the checkpoint; `allow` accepts the records as they are."""
-    expected = journal["num_records"], journal["records_crc32"]
-    found = compute_fingerprint(file, expected[0])
-    if found == expected:
-        return []
-    num_missing = expected[0] - found[0]
-    lost = (
-        f"{format_count(num_missing, 'record')} of {expected[0]} are missing" if num_missing else "records were changed"
-    )
-    note = f"{file} was edited or damaged: {lost}"
-    if not allow:
-        raise CheckpointError(
-            note,
-            why="the records differ from those the checkpoint was saved with",
-            fix="restore the file, or accept the records as they are with --allow-changes",
-        )
-    journal["num_records"], journal["records_crc32"] = found
-    return [note]
 
 
 def refuse_changes(

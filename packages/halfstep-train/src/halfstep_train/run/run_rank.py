@@ -1,4 +1,4 @@
-"""The role of a rank in a run: what only rank 0 does and writes, and the trials that all ranks run together."""
+"""The role of a rank in a run: what only rank 0 does and writes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RunWatch:
             "lost": lost,
             "warnings": [{"module": w.module, "kind": w.kind, "message": w.message} for w in new],
         }
-        self.journal.record_watch(record)
+        self.journal.log(record)
         if self.writes:
             rows = [_to_json(row) for row in seen.rows.values()]
             document = {"step": seen.step, "phase": phase, "rows": rows}

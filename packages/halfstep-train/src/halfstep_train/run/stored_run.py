@@ -13,7 +13,6 @@ from halfstep.errors import format_count
 from halfstep.hardware.probe import probe
 from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.report.metrics_file import cut_back
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly, build_workload
 from halfstep_train.run.checkpoint import Checkpoint, is_sharded, open_shards
@@ -21,7 +20,7 @@ from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.folder import RunFolder, Settled, find_import_paths
 from halfstep_train.run.frozen_modules import match_stored, name_lost_files
 from halfstep_train.run.loop import Loop
-from halfstep_train.run.resume import Changes, explain_finished, refuse_changed_data, refuse_changed_records
+from halfstep_train.run.resume import Changes, explain_finished
 from halfstep_train.run.run_rank import RunRank
 from halfstep_train.run.sharded_model import make_mesh
 from halfstep_train.workloads import KINDS
@@ -39,7 +38,6 @@ class StoredRun:
     folder: RunFolder
     settled: Settled
     changes: Changes
-    allow: bool  # whether records and data may have changed
     path: Path
     checkpoint: Checkpoint
     damaged: list[str]  # a line for each newer checkpoint that cannot be used
@@ -71,19 +69,6 @@ class StoredRun:
         has_summary = (folder.report / "summary.json").is_file()
         is_exported = KINDS.of(config.workload).export is None or folder.model.is_dir()
         return is_validated and is_marked and has_summary and is_exported
-
-    def check_records(self) -> list[str]:
-        """Compare metrics.jsonl with the checkpoint; return a note if it has changed."""
-        return refuse_changed_records(self.folder.metrics, self.state["journal"], allow=self.allow)
-
-    def cut_records(self) -> None:
-        """Remove records of steps after the checkpoint: they will be repeated."""
-        cut_back(self.folder.metrics, int(self.state["journal"]["num_records"]))
-
-    def check_data(self, workload: Workload) -> list[str]:
-        """Compare the data with those of the checkpoint; return notes on what has changed."""
-        found = [len(workload.train_samples), len(workload.val_samples)]
-        return refuse_changed_data(self.state["num_samples"], found, allow=self.allow)
 
     def build_workload(self, config: RunConfig) -> Workload:
         """Build the workload with what the run stored about its data and frozen modules."""
@@ -156,4 +141,4 @@ def open_stored_run(
         fix = f"accept it with {way} (--gpus N starts N ranks)"
         note = stored.refuse_other_mesh(mesh, reshard=allow or is_restarted, fix=fix)
     checkpoint = load_checkpoint(path, stored, mesh)
-    return StoredRun(folder, settled, changes, allow, path, checkpoint, damaged, stored, note)
+    return StoredRun(folder, settled, changes, path, checkpoint, damaged, stored, note)

@@ -77,7 +77,7 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
     restore_buffers(parts.model, state["buffers"])
     step, notes = _apply_changes(parts, state["step"], changes)
     parts.step.load_state_dict({**step, "ema": _choose_average(parts, checkpoint, changes)})
-    notes += handle_missing_low(parts.step.optimizers, changes)
+    notes += start_missing_low(parts.step.optimizers)
     parts.guard.load_state_dict(state["guard"])
     if parts.plateau is not None and state["plateau"]:
         parts.plateau.load_state_dict(state["plateau"])
@@ -172,9 +172,6 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
 # --- weights in bf16: how they are rounded, and what is lost ---
 
 LOSES = "updates smaller than half of bf16's spacing (0.4 % of a weight) are lost"
-WITHOUT_LOW = (
-    "the run was stored without the low halves of its bf16 weights: it continues with rounding to nearest; " + LOSES
-)
 BEGINS_LOW = "the low halves of the bf16 weights start at zero: what was rounded away before is lost"
 
 ROUNDED = {
@@ -209,14 +206,12 @@ def warn_of_rounding(optimizers: Iterable[Optimizer]) -> list[str]:
     return found
 
 
-def handle_missing_low(optimizers: Iterable[Optimizer], changes: Changes) -> list[str]:
-    """Continue without low halves if none were stored, unless the precision changed: then start them at zero."""
+def start_missing_low(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Start low halves at zero where none were stored: the run had another rounding or precision."""
     without = [one for one in optimizers if isinstance(one, JudgedAdamW) and one.was_stored_without_low]
-    if without and changes.touch("precision."):
-        for optimizer in without:
-            optimizer.begin_low()
-        return [BEGINS_LOW]
-    return [WITHOUT_LOW] if without else []
+    for optimizer in without:
+        optimizer.begin_low()
+    return [BEGINS_LOW] if without else []
 
 
 def count_lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:

@@ -16,18 +16,20 @@ from halfstep.errors import HalfstepError
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.monitor import monitor_device
 from halfstep.hardware.nvml import EnergyMeter
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.listeners import refuse_missing
+from halfstep_train.report.metrics_file import cut_back
 from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, is_demo
 from halfstep_train.run.capsules import record_faults
-from halfstep_train.run.choose_plan import PlanChoice, refuse_missing_format
+from halfstep_train.run.choose_plan import PlanChoice
 from halfstep_train.run.ending import finish_run, handle_ending
 from halfstep_train.run.folder import (
     RunFolder,
-    RunSource,
     describe_changed_data,
     find_moved_data,
     find_settled,
@@ -44,10 +46,11 @@ from halfstep_train.run.launch import Launch, choose_device, join_world
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep_train.run.memory.sizing import explain_step_too_large
-from halfstep_train.run.multi_rank import refuse_small_batch, refuse_unfit, seed_rank
+from halfstep_train.run.multi_rank import refuse_differences, refuse_small_batch, seed_rank
 from halfstep_train.run.presentation import import_callback, open_report, show_start
-from halfstep_train.run.resume import accept_changes
+from halfstep_train.run.resume import accept_changes, refuse_changed_data
 from halfstep_train.run.run_rank import RunRank, post_warnings
+from halfstep_train.run.sharded_model import refuse_unshardable
 from halfstep_train.run.stored_run import StoredRun, open_stored_run
 from halfstep_train.run.stored_state import check_disk
 from halfstep_train.tune.fresh_thread import forget_compiled
@@ -108,7 +111,8 @@ class Run:
         earlier)."""
         self.loaded = dataclasses.replace(self.loaded, config=make_paths_absolute(self.config))
         asked, name = self.config, name_run(self.config.workload)
-        refuse_missing_format(asked.precision, self.device)
+        # A strict precision that the device lacks is refused before anything is built.
+        decide(asked.precision, probe(self.device))
         folder: RunFolder | None = None
         with ExitStack() as lock:
             try:
@@ -155,14 +159,15 @@ class Run:
             )
             if stored.is_done(config, tells=self.rank.writes):
                 return folder.path
-            other = self.rank.run_on_first(stored.check_records)
             self.workload = stored.build_workload(config)
-            other += stored.check_data(self.workload)
+            num_samples = [len(self.workload.train_samples), len(self.workload.val_samples)]
+            other = refuse_changed_data(stored.state["num_samples"], num_samples, allow=allow_changes)
             self._refuse_unfit()
             choice = PlanChoice(config, self.workload, self.rank, self.device)
             plan = choice.choose_again(folder, changes, is_other_mesh=bool(stored.note))
             if self.rank.writes:
-                stored.cut_records()
+                # Records of steps after the checkpoint: they will be repeated.
+                cut_back(folder.metrics, int(stored.state["journal"]["num_records"]))
             self._assemble(plan)
             self.warnings += [*stored.damaged, *moved, *other, *describe_changed_data(self.workload, folder)]
             self.warnings += check_disk(self.parts, folder, config.optimizer)
@@ -174,8 +179,11 @@ class Run:
         return self.rank.run_on_first(lambda: RunFolder.create(out, name))
 
     def _refuse_unfit(self) -> None:
-        if self.world is not None or self.config.train.shard is not False:
-            refuse_unfit(self.config, self.workload, self.world, resumes=self.stored is not None)
+        """Refuse what the ranks cannot train together, on all of them."""
+        if self.config.train.shard is not False:
+            refuse_unshardable(self.config, self.workload, self.world)
+        if self.world is not None:
+            refuse_differences(self.config, self.workload, self.world, resumes=self.stored is not None)
 
     def _assemble(self, plan: Plan) -> None:
         """Assemble the run; a model that does not fit into memory is an error with suggestions."""
@@ -204,7 +212,7 @@ class Run:
         journal = open_journal(parts, report)
         if config.guard.capsules and parts.sharded is None:
             # Before the first step, so that a fault in it is recorded too.
-            record_faults(parts, folder, journal.notice, config.guard, RunSource.of(config))
+            record_faults(parts, folder, journal.notice, config)
         with (
             ExitStack() as watch,
             choose_algorithms(deterministic=config.train.deterministic),

@@ -79,7 +79,7 @@ def tune_plan(
 ) -> Plan:
     """Return the plan with mode, fp8 decision and memory levers; `say` gets the results. Tests replace the driver."""
     tuning = Tuning(rehearsal, say, driver or Driver(), peak)
-    wish = rehearsal.settings.train.tune_kernels
+    wish = rehearsal.config.train.tune_kernels
     if wish != "auto":
         plan = dataclasses.replace(plan, tunes_kernels=wish)
     return tuning.add_memory_levers(tuning.check_fp8(tuning.add_mode(plan)))
@@ -88,13 +88,10 @@ def tune_plan(
 def strip_tuning(plan: Plan, *, keeps_memory: bool) -> Plan:
     """Return the plan without the results of trials; memory levers may stay, since they decide the optimizer's
     state."""
-    memory, reason = (plan.memory, plan.memory_reason) if keeps_memory else ({}, "")
-    lines = plan.memory_trials if keeps_memory else ()
-    blocks = plan.blocks if keeps_memory else ()
-    plain = dataclasses.replace(plan, memory=memory, memory_reason=reason, memory_trials=lines, blocks=blocks)
-    return dataclasses.replace(
-        plain, mode="", mode_reason="", channels_last=None, tunes_kernels=False, cudnn_benchmark=False, gains=()
-    )
+    memory: dict[str, Any] = {"memory": {}, "memory_reason": "", "memory_trials": (), "blocks": ()}
+    modes: dict[str, Any] = {"mode": "", "mode_reason": "", "channels_last": None, "gains": ()}
+    modes |= {"tunes_kernels": False, "cudnn_benchmark": False}
+    return dataclasses.replace(plan, **modes, **({} if keeps_memory else memory))
 
 
 class Tuning:
@@ -102,14 +99,14 @@ class Tuning:
 
     def __init__(self, rehearsal: Rehearsal, say: Say, driver: Driver, peak: Peak) -> None:
         self.rehearsal, self.say, self.driver, self.peak = rehearsal, say, driver, peak
-        self.settings, self.model = rehearsal.settings, rehearsal.workload.model
-        train, num_samples = self.settings.train, len(rehearsal.workload.train_samples)
+        self.config, self.model = rehearsal.config, rehearsal.workload.model
+        train, num_samples = self.config.train, len(rehearsal.workload.train_samples)
         self.num_steps = count_total_steps(train, math.ceil(num_samples / train.batch_size))
 
     # --- the mode ---
 
     def add_mode(self, plan: Plan) -> Plan:
-        train = self.settings.train
+        train = self.config.train
         mode = find_asked_mode(train, plan)
         if mode is not None:
             reason = f"train.fast={train.fast}" if train.fast != "auto" else _explain_unmeasured(train, plan)
@@ -153,7 +150,7 @@ class Tuning:
 
     def check_fp8(self, plan: Plan) -> Plan:
         """Compare whole steps in fp8 and bf16: single layers can gain while the step loses."""
-        wish = self.settings.precision
+        wish = self.config.precision
         if plan.granted != "fp8" or plan.simulated or wish.force:
             return plan
         self.say("measuring whole steps in fp8 and in bf16 ...")
@@ -172,9 +169,9 @@ class Tuning:
     # --- memory ---
 
     def add_memory_levers(self, plan: Plan) -> Plan:
-        train = self.settings.train
+        train = self.config.train
         # The builders of our own families recompute blocks by themselves.
-        is_outright = train.activation_checkpointing and ":" in self.rehearsal.name
+        is_outright = train.activation_checkpointing and ":" in self.config.workload
         if plan.memory or not is_outright and train.memory != "low":
             return plan
         found = find_recomputable(plan, self.rehearsal)
@@ -203,7 +200,7 @@ class Tuning:
             limit_s = _limit_memory_trials(ran[0] * self.num_steps) if ran else MEMORY_TRIALS_S
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
-        optimizer = self.settings.optimizer
+        optimizer = self.config.optimizer
         levers = list_levers(found.ways, optimizer.name, optimizer.moment_bits, is_compiled=mode != "eager")
         positions = sort_by_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:

@@ -48,7 +48,10 @@ class CompiledShapes:
         if self._has_warned:
             return ""
         self._has_warned = True
-        new = self._describe_new(get_batch_shape(batch))
+        new = ", ".join(
+            f"{name} {'x'.join(map(str, size))} of {dtype}, strides {strides}"
+            for name, size, strides, dtype in get_batch_shape(batch)
+        )
         return (
             f"batches come in more than {MOST_SHAPES} shapes (now {new}): only the first {MOST_SHAPES} are "
             "compiled, others run eager; one size for all, or padding to it, makes every step fast"
@@ -58,15 +61,6 @@ class CompiledShapes:
         """Forget all shapes: batches are cut into other micro-batches from now on."""
         self.taken.clear()
         self.ready.clear()
-
-    def _describe_new(self, shape: BatchShape) -> str:
-        known = {tensor for other in self.taken for tensor in other}
-        new = [tensor for tensor in shape if tensor not in known] or shape
-        sizes = {tensor[:2] for tensor in known}
-        return ", ".join(
-            f"{name} {'x'.join(map(str, size))}" + (f" of {dtype}, strides {strides}" if (name, size) in sizes else "")
-            for name, size, strides, dtype in new
-        )
 
 
 def get_batch_shape(batch: Batch) -> BatchShape:

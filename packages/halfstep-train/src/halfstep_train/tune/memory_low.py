@@ -14,10 +14,9 @@ decides; the measuring function is passed in.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -85,13 +84,8 @@ class NotCaptured(CannotRun):
     """A candidate that compiles, but is not a CUDA graph."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeverTrial:
-    """One measured setting; `cost` is None if it could not run, and `problem` is the reason."""
-
-    setting: MemorySetting
-    cost: Cost | None
-    problem: str = ""
+Trials = dict[MemorySetting, Cost | str]
+"""What was measured, in this order; the reason instead of the cost of what could not run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,28 +94,22 @@ class MemoryChoice:
 
     setting: MemorySetting
     reason: str
-    trials: tuple[LeverTrial, ...] = ()
+    trials: Trials = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def format_lines(self) -> list[str]:
         return [
             f"memory low: {self.setting}, {self.reason}",
-            *(f"  {line}" for line in self._format_trials()),
+            *(f"  {setting}: {self._format_trial(found)}" for setting, found in self.trials.items()),
             *(f"  not tried: {note}" for note in self.notes),
         ]
 
-    def _format_trials(self) -> Iterator[str]:
-        if not self.trials:
-            return
+    def _format_trial(self, found: Cost | str) -> str:
+        if isinstance(found, str):
+            return found
         base = _find_reference(self.trials)
-        for trial in self.trials:
-            if trial.cost is None:
-                yield f"{trial.setting}: {trial.problem}"
-            elif trial.cost is base:
-                yield f"{trial.setting}: {_format_size(trial.cost)}, {trial.cost.ms:.1f} ms"
-            else:
-                change = _format_change(trial.cost, base)
-                yield f"{trial.setting}: {_format_size(trial.cost)}, {trial.cost.ms:.1f} ms, {change}"
+        change = "" if found is base else f", {_format_change(found, base)}"
+        return f"{_format_size(found)}, {found.ms:.1f} ms{change}"
 
 
 def choose_memory(
@@ -133,117 +121,111 @@ def choose_memory(
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> MemoryChoice:
     """Measure the normal step, each lever from its mildest position on, and the best of each lever together."""
-    trials, is_cut_short = [_try_setting(measure, NORMAL)], False
+    trials: Trials = {NORMAL: _try_setting(measure, NORMAL)}
+    is_cut_short = False
     for lever in levers:
-        tried = list(_try_lever(measure, lever, trials, time_limit, may_go_on))
-        left = lever[len(tried) :]
+        num_tried = _try_lever(measure, lever, trials, time_limit, may_go_on)
+        left = lever[num_tried:]
         if left and may_go_on():
-            notes = (*notes, f"{', '.join(map(str, left))}: {_explain_end(tried[-1], trials[0], time_limit)}")
+            last = lever[num_tried - 1]
+            end = "is too slow" if _is_too_slow(last, trials, time_limit) else "saves nothing"
+            notes = (*notes, f"{', '.join(map(str, left))}: {last} {end} already")
         is_cut_short |= bool(left) and not may_go_on()
-        trials += tried
     together = _combine_levers(trials, time_limit)
     if together is not None and may_go_on():
-        trials.append(_try_setting(measure, together))
+        trials[together] = _try_setting(measure, together)
     elif together is not None or is_cut_short:
         notes = (*notes, OUT_OF_TIME)
-    return choose_setting(trials, time_limit, notes)
+    return _choose_setting(trials, time_limit, notes)
 
 
-def choose_setting(trials: Sequence[LeverTrial], time_limit: float, notes: Sequence[str] = ()) -> MemoryChoice:
+def _choose_setting(trials: Trials, time_limit: float, notes: Sequence[str] = ()) -> MemoryChoice:
     """Return the setting with the least memory within the time limit."""
-    base = _find_reference(trials)
-    fitting = [trial for trial in trials if trial.cost is not None and trial.cost.ms <= time_limit * base.ms]
-    best = min(fitting, key=lambda trial: (_require_cost(trial).peak_bytes, _require_cost(trial).ms))
-    cost = _require_cost(best)
-    if trials[0].cost is None:
-        reason = f"{_format_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
-    elif best is trials[0] or cost.peak_bytes > (1 - WORTH_BYTES) * base.peak_bytes:
-        best, reason = trials[0], f"nothing lowers the peak of {_format_size(base)} within +{time_limit - 1:.0%} time"
-        reason += _describe_refused(trials, time_limit)
+    base, normal = _find_reference(trials), trials[NORMAL]
+    ran = {setting: found for setting, found in trials.items() if isinstance(found, Cost)}
+    fitting = [setting for setting, cost in ran.items() if cost.ms <= time_limit * base.ms]
+    best = min(fitting, key=lambda setting: (ran[setting].peak_bytes, ran[setting].ms))
+    cost = ran[best]
+    if isinstance(normal, str):
+        reason = f"{_format_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({normal})"
+    elif best == NORMAL or _saves_nothing(best, trials):
+        best, reason = NORMAL, f"nothing lowers the peak of {_format_size(base)} within +{time_limit - 1:.0%} time"
+        reason += _describe_refused(ran, trials, time_limit)
     else:
         reason = f"{_format_size(cost)} instead of {_format_size(base)}, {_format_change(cost, base)}"
-    return MemoryChoice(setting=best.setting, reason=reason, trials=tuple(trials), notes=tuple(notes))
+    return MemoryChoice(setting=best, reason=reason, trials=trials, notes=tuple(notes))
 
 
-def _try_setting(measure: Measure, setting: MemorySetting) -> LeverTrial:
+def _try_setting(measure: Measure, setting: MemorySetting) -> Cost | str:
     try:
-        return LeverTrial(setting=setting, cost=measure(setting))
+        return measure(setting)
     except torch.OutOfMemoryError:
-        return LeverTrial(setting=setting, cost=None, problem="ran out of memory")
+        return "ran out of memory"
     except CannotRun as error:
-        return LeverTrial(setting=setting, cost=None, problem=str(error))
+        return str(error)
 
 
 def _try_lever(
     measure: Measure,
     lever: Sequence[MemorySetting],
-    before: Sequence[LeverTrial],
+    trials: Trials,
     time_limit: float,
     may_go_on: Callable[[], bool],
-) -> Iterator[LeverTrial]:
-    """Try one lever's settings in order, each of which saves more and takes longer. Stop after the first that is too
-    slow, or after two in a row that save nothing: the lever does not affect this model."""
-    idle = 0
-    for setting in lever:
+) -> int:
+    """Try one lever's settings in order, each of which saves more and takes longer, and return how many. Stop after the
+    first that is too slow, or after two in a row that save nothing: the lever does not affect this model."""
+    num_idle = 0
+    for number, setting in enumerate(lever):
         if not may_go_on():
-            return
-        trial = _try_setting(measure, setting)
-        yield trial
-        idle = idle + 1 if _saves_nothing(trial, before[0]) else 0
-        if _is_too_slow(trial, before[0], time_limit) or idle == 2:
-            return
+            return number
+        trials[setting] = _try_setting(measure, setting)
+        num_idle = num_idle + 1 if _saves_nothing(setting, trials) else 0
+        if _is_too_slow(setting, trials, time_limit) or num_idle == 2:
+            return number + 1
+    return len(lever)
 
 
-def _is_too_slow(trial: LeverTrial, normal: LeverTrial, time_limit: float) -> bool:
-    return trial.cost is not None and normal.cost is not None and trial.cost.ms > time_limit * normal.cost.ms
+def _is_too_slow(setting: MemorySetting, trials: Trials, time_limit: float) -> bool:
+    found, normal = trials[setting], trials[NORMAL]
+    return isinstance(found, Cost) and isinstance(normal, Cost) and found.ms > time_limit * normal.ms
 
 
-def _saves_nothing(trial: LeverTrial, normal: LeverTrial) -> bool:
-    if trial.cost is None or normal.cost is None:
+def _saves_nothing(setting: MemorySetting, trials: Trials) -> bool:
+    found, normal = trials[setting], trials[NORMAL]
+    if isinstance(found, str) or isinstance(normal, str):
         return False
-    return trial.cost.peak_bytes > (1 - WORTH_BYTES) * normal.cost.peak_bytes
+    return found.peak_bytes > (1 - WORTH_BYTES) * normal.peak_bytes
 
 
-def _explain_end(last: LeverTrial, normal: LeverTrial, time_limit: float) -> str:
-    return f"{last.setting} {'is too slow' if _is_too_slow(last, normal, time_limit) else 'saves nothing'} already"
-
-
-def _combine_levers(trials: Sequence[LeverTrial], time_limit: float) -> MemorySetting | None:
+def _combine_levers(trials: Trials, time_limit: float) -> MemorySetting | None:
     """Combine the best activation lever with the 8-bit optimizer; two activation levers would affect the same
     tensors."""
-    best = choose_setting(trials, time_limit).setting
-    small = next((trial for trial in trials if trial.setting == MemorySetting(optimizer_bits=8) and trial.cost), None)
-    if small is None or best.optimizer_bits == 8 or best == NORMAL:
+    best, small = _choose_setting(trials, time_limit).setting, MemorySetting(optimizer_bits=8)
+    if not isinstance(trials.get(small), Cost) or best.optimizer_bits == 8 or best == NORMAL:
         return None
     return dataclasses.replace(best, optimizer_bits=8)
 
 
-def _find_reference(trials: Sequence[LeverTrial]) -> Cost:
+def _find_reference(trials: Trials) -> Cost:
     """Return the cost to compare with: the normal step, or the fastest one if that did not fit."""
-    if trials and trials[0].cost is not None:
-        return trials[0].cost
-    ran = [trial.cost for trial in trials if trial.cost is not None]
+    normal = trials[NORMAL]
+    if isinstance(normal, Cost):
+        return normal
+    ran = [found for found in trials.values() if isinstance(found, Cost)]
     if not ran:
-        raise CannotRun(f"no setting could be measured: {trials[0].problem}" if trials else "nothing was measured")
+        raise CannotRun(f"no setting could be measured: {normal}")
     return min(ran)
 
 
-def _require_cost(trial: LeverTrial) -> Cost:
-    assert trial.cost is not None
-    return trial.cost
-
-
-def _describe_refused(trials: Sequence[LeverTrial], time_limit: float) -> str:
+def _describe_refused(ran: Mapping[MemorySetting, Cost], trials: Trials, time_limit: float) -> str:
     """Describe the most that could be saved with a larger TIME_LIMIT."""
-    normal = trials[0]
-    slow = [trial for trial in trials if _is_too_slow(trial, normal, time_limit) and not _saves_nothing(trial, normal)]
+    slow = [one for one in ran if _is_too_slow(one, trials, time_limit) and not _saves_nothing(one, trials)]
     if not slow:
         return ""
-    best = min(slow, key=lambda trial: _require_cost(trial).peak_bytes)
-    outright = "" if best.setting.recompute == "none" else f" ({OUTRIGHT})"
-    cost = _require_cost(best)
-    change = _format_change(cost, _require_cost(normal))
-    return f"; too slow: {best.setting} with {_format_size(cost)}, {change}{outright}"
+    best = min(slow, key=lambda setting: ran[setting].peak_bytes)
+    outright = "" if best.recompute == "none" else f" ({OUTRIGHT})"
+    change = _format_change(ran[best], ran[NORMAL])
+    return f"; too slow: {best} with {_format_size(ran[best])}, {change}{outright}"
 
 
 def _format_size(cost: Cost) -> str:
@@ -290,20 +272,6 @@ def sort_by_peak(
     predicted = [peak(lever[0]) for lever in levers]
     order = sorted(range(len(levers)), key=lambda k: (predicted[k] is None, predicted[k] or 0))
     return [levers[k] for k in order]
-
-
-@contextmanager
-def limit_activations(share: float) -> Iterator[None]:
-    """Let code that is compiled inside keep at most this share of its activations; 1 is torch's default.
-
-    It is read when a region is compiled, also a later time for another shape: hold this for the whole run. A region
-    compiled under another share must be compiled again; the share is part of inductor's cache key.
-    """
-    import torch._functorch.config as functorch_config
-
-    patch: Any = functorch_config.patch
-    with patch(activation_memory_budget=share):
-        yield
 
 
 def make_optimizer(

@@ -10,7 +10,6 @@ The recorded reason lists what was not tried, and whether the time for trials or
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -33,12 +32,11 @@ from halfstep_train.tune.modes import (
     COMPILE_S,
     CUDNN_TRIALS_S,
     KERNEL_TUNING_S,
-    WARM_START_S,
     Mode,
-    get_code_folder,
     has_convolutions,
 )
 from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime
+from halfstep_train.workloads import KINDS
 
 WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: the noise of trials
 WORTH_SEARCHING = 1.01
@@ -62,8 +60,8 @@ class ModeSearch:
 
     def __init__(self, plan: Plan, time: TrialTime, rehearsal: Rehearsal) -> None:
         self.plan, self.time, self.rehearsal = plan, time, rehearsal
-        self.train, self.workload = rehearsal.settings.train, rehearsal.workload
-        layout = self.train.channels_last, rehearsal.name, plan
+        self.train, self.workload = rehearsal.config.train, rehearsal.workload
+        layout = self.train.channels_last, rehearsal.config.workload, plan
         self.fields: dict[str, Any] = {
             "mode": "eager",
             "channels_last": wants_channels_last(*layout, *self.workload.list_modules()),
@@ -239,8 +237,8 @@ def find_fastest_mode(costs: dict[str, Cost]) -> Mode:
 
 # --- results of a search, kept on disk for the next run of the same model, shapes, device and versions ---
 #
-# A cached mode is used if it pays: its steps must save more time over the run than its start takes. Compiled code is in
-# another folder, which may be emptied; a marker file there shows whether this mode's code is in it.
+# A cached mode is used if it pays: its steps must save more time over the run than its start takes. Its compiled code
+# is in another folder, which may have been emptied.
 
 
 MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured tries what that one left out
@@ -250,14 +248,14 @@ class CachedMode:
     """The stored result for one model, shapes, device and versions."""
 
     def __init__(self, plan: Plan, rehearsal: Rehearsal) -> None:
-        workload, (image_size, sample_size) = rehearsal.workload, rehearsal.describe_shape()
-        settings, train, optimizer = rehearsal.settings, rehearsal.settings.train, rehearsal.settings.optimizer
+        config, workload = rehearsal.config, rehearsal.workload
+        train, optimizer = config.train, config.optimizer
         rows = (*plan.rows, *plan.frozen)
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
-            [train.batch_size, train.accumulate, image_size],
-            sample_size,
-            [optimizer.name, optimizer.moment_bits, settings.precision.rounding, settings.ema.enabled],
+            [train.batch_size, train.accumulate, config.data.image_size],
+            KINDS.of(config.workload).describe_sample_size(config),
+            [optimizer.name, optimizer.moment_bits, config.precision.rounding, config.ema.enabled],
             [train.channels_last, train.tune_kernels, train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
@@ -276,7 +274,6 @@ class CachedMode:
 
     def write(self, found: FoundMode) -> str:
         """Write the result; return an empty string, or why it could not be written."""
-        self.mark()
         return write_json(self.path, dataclasses.asdict(found))
 
     def choose_for_run(self, num_steps: int) -> dict[str, Any] | None:
@@ -284,10 +281,9 @@ class CachedMode:
         found = self.read()
         if found is None or _leaves_open(found, num_steps):
             return None
-        start_s, saved_s = self._estimate_start_s(found), _estimate_saved_s(found, num_steps)
+        start_s, saved_s = _estimate_start_s(found), _estimate_saved_s(found, num_steps)
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
-            self.mark()
             return fields
         reason = (
             f"{found.fields['mode']} would save {saved_s:.0f} s of this run and take about {start_s:.0f} s to start"
@@ -295,21 +291,12 @@ class CachedMode:
         plain = {"mode": "eager", "tunes_kernels": False, "cudnn_benchmark": False, "gains": ()}
         return {**fields, **plain, "mode_reason": f"{reason} ({fields['mode_reason']})"}
 
-    def mark(self) -> None:
-        """Mark that this mode's code is in the compiler's cache; the mark disappears with it."""
-        with contextlib.suppress(OSError):  # without the mark the next start counts as cold
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
 
-    @property
-    def _mark(self) -> Path:
-        return get_code_folder() / f"halfstep-{self.name}"
-
-    def _estimate_start_s(self, found: FoundMode) -> float:
-        fields = found.fields
-        cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
-        compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s
-        return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
+def _estimate_start_s(found: FoundMode) -> float:
+    """Return how long a start in this mode takes if its compiled code is not on disk any more."""
+    fields = found.fields
+    compiling_s = 0.0 if fields["mode"] == "eager" else KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
+    return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
 
 
 def _leaves_open(found: FoundMode, num_steps: int) -> bool:

@@ -20,7 +20,6 @@ from halfstep.precision.contexts import BACKWARD_AS_EAGER
 from halfstep.recompute import Blocks as BlockSequence
 from halfstep.recompute import compile_each_block
 from halfstep_train.kernels.fast_forms import force, is_forced_on
-from halfstep_train.tune.memory_low import limit_activations
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -33,7 +32,6 @@ Notice: TypeAlias = Callable[[str, Level], None]  # shows one line to the user
 UNCAPTURED = 3
 """Consecutive windows of one shape before capture: they compile, choose kernels and allocate optimizer state."""
 COMPILE_S = 45.0  # a cold start of the compiler: 30 to 60 s were measured for U-Net and ResNet-50 on an H200 machine
-WARM_START_S = 15.0  # the same with compiled code on disk: tracing remains. An estimate, not measured.
 KERNEL_TUNING_S = 240.0
 """A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
 
@@ -67,11 +65,13 @@ def compile_region(
             return compile_blocks(eager, blocks, compiler)
         return compile_one_for_all(eager, compiler) if is_repeated and activation_budget == 1 else compiler(eager)
 
-    # Made once: to make it takes longer than a small step.
-    as_eager = torch._functorch.config.patch(BACKWARD_AS_EAGER)
+    # Made once: to make it takes longer than a small step. The budget is read when the region is compiled, also a later
+    # time for another shape, and is part of inductor's cache key.
+    settings = BACKWARD_AS_EAGER | {"activation_memory_budget": activation_budget}
+    patched = torch._functorch.config.patch(settings)
 
     def run(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-        with as_eager, limit_activations(activation_budget) if activation_budget < 1 else contextlib.nullcontext():
+        with patched:
             return region()(batch)
 
     return run
@@ -159,18 +159,12 @@ def compile_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callabl
             return compiled(region)(*arguments)
         # Only a class's own forward: an inherited one belongs to its parent, which may not be among the blocks.
         own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
-        forwards = {k: given if given and is_captured else compiled(get_plain_forward(k)) for k, given in own.items()}
+        forwards = {k: given if given and is_captured else compiled(k.forward) for k, given in own.items()}
         copies = cast_weights_again() if is_captured else contextlib.nullcontext()
         with _swap_forwards(forwards), force(is_captured, "group_norm"), allow_many_shapes(), copies:
             return region(*arguments)
 
     return run
-
-
-def get_plain_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the class's forward, without our swap."""
-    forward: Callable[..., Any] = kind.forward
-    return forward
 
 
 def allow_many_shapes() -> contextlib.AbstractContextManager[None]:

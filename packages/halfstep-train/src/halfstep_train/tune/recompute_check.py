@@ -110,7 +110,7 @@ class _Check:
     def _record_steps(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> StepRecord:
         memory = dataclasses.asdict(MemorySetting(recompute=how))
         plan = dataclasses.replace(self.plan, memory=memory, blocks=tuple(names))
-        small = {"batch_size": min(NUM_SAMPLES, self.rehearsal.settings.train.batch_size), "accumulate": 1}
+        small = {"batch_size": min(NUM_SAMPLES, self.rehearsal.config.train.batch_size), "accumulate": 1}
         with self.rehearsal.begin(plan, train=small, scaler={"init_scale": 1.0}) as trial:
             try:
                 return _record_step(trial, watched)

@@ -17,7 +17,7 @@ from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import StepSettings, TrainConfig
+from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.tune.channels_last import is_only_tried
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
@@ -87,14 +87,9 @@ class Rehearsal(Protocol):
     """Assembles copies of a run for trials. Passed in, because this package does not build runs."""
 
     @property
-    def name(self) -> str: ...
-    @property
-    def settings(self) -> StepSettings: ...
+    def config(self) -> RunConfig: ...
     @property
     def workload(self) -> Workload: ...
-
-    def describe_shape(self) -> tuple[int, str]:
-        """Return the side of images, and what else makes samples larger: frames, tokens."""
 
     def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> AbstractContextManager[Trial]:
         """Assemble a copy for one trial; `changes` are other settings, by section."""

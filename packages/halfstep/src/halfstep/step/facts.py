@@ -39,7 +39,6 @@ class Reading:
     is_asked: bool = False  # whether a rank was asked to stop
     faulty_ranks: tuple[int, ...] = ()  # ranks whose own loss or buffers were not finite
     holds: bool = False  # whether the steps after it were held (see Hold)
-    waits_s: tuple[float, ...] = ()  # how long each rank waited for the others; the slowest waits least
     fell_to: Slower | Literal[""] = ""
     """The slowest mode that a rank fell back to on its own; empty if none did."""
     fallen_ranks: tuple[int, ...] = ()  # the ranks that did
@@ -66,7 +65,7 @@ Slower = Literal["compile", "eager"]  # a mode of running that is left where a f
 FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
 """The flag of a rank that fell back to that mode on its own."""
 FAULTY = 3  # the flags of a rank that mean a fault: loss or buffers not finite
-PER_RANK = 3  # numbers that each rank sends in a step: its flags, how long it waited, its learning rate
+PER_RANK = 2  # numbers that each rank sends in a step: its flags and its learning rate
 FLAGS = ("bad", "spike", "empty", "ruined", "spoiled", "holds")
 
 
@@ -107,7 +106,7 @@ class Facts:
         self.epoch: int | None = None
         self.window: int | None = None
         self.said: Tensor | None = None
-        """With several ranks: how many were asked to stop, then flags, waits and rates of each (ranks.py)."""
+        """With several ranks: how many were asked to stop, then flags and rates of each (ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
         self.packed: Tensor | None = None  # what the device knows, in one tensor, once the step is committed
         self._fields: tuple[str, ...] = ()  # the entries of `packed`
@@ -242,14 +241,13 @@ class Outbox:
 def _add_ranks(reading: Reading, said: Sequence[float]) -> Reading:
     asked, *of_ranks = said
     num_ranks = len(of_ranks) // PER_RANK
-    numbers, waits, rates = (of_ranks[k * num_ranks : (k + 1) * num_ranks] for k in range(PER_RANK))
+    numbers, rates = (of_ranks[k * num_ranks : (k + 1) * num_ranks] for k in range(PER_RANK))
     flags = [int(number) for number in numbers]
     fell_to = find_slowest_mode(flags)
     return dataclasses.replace(
         reading,
         is_asked=asked > 0,
         faulty_ranks=tuple(rank for rank, own in enumerate(flags) if own & FAULTY),
-        waits_s=tuple(waits),
         rates=tuple(rates),
         fell_to=fell_to,
         fallen_ranks=tuple(rank for rank, own in enumerate(flags) if fell_to and own & FELL[fell_to]),
@@ -347,7 +345,7 @@ def load_reading(state: Mapping[str, Any]) -> Reading:
     """Return a reading from its stored `asdict` form."""
     own = {
         **state,
-        **{name: tuple(state[name]) for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks", "rates")},
+        **{name: tuple(state[name]) for name in ("sample_ids", "faulty_ranks", "fallen_ranks", "rates")},
     }
     if "phases" not in own:
         return Reading(**own)

@@ -24,7 +24,6 @@ too. Trained parameters outside of FSDP's modules are averaged here.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Agreed:
     weight: Tensor
     loss: Tensor
     said: Tensor
-    """How many ranks asked to stop; then per rank its flags, the seconds it waited for the others, and its rate."""
+    """How many ranks asked to stop; then per rank its flags and its rate."""
 
     def has_any(self, flag: int) -> Tensor:
         return (self.said[1 : 1 + len(self.said) // PER_RANK].long() & flag).any()
@@ -83,8 +82,6 @@ class Ranks:
         self.talks_in_backward = sharding is not None or has_synced_norms
         """Whether layers or the loss communicate in backward, so that every rank must run the same one."""
         self._fell = torch.zeros_like(self.asked)
-        self._waited_s = torch.zeros_like(self.asked)
-        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._own = torch.zeros(world.size, dtype=torch.float64, device=device)
         self._own[world.rank] = 1
         self._num_reduced = 0
@@ -131,28 +128,8 @@ class Ranks:
     def agree_on_unit(self, weight: Tensor | float | int) -> Tensor:
         """Return the mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
         mean = self._to_tensor(weight) / self.size
-        with self._time_wait():
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
         return torch.where(mean > 0, mean, torch.ones_like(mean)).float()
-
-    @contextmanager
-    def _time_wait(self) -> Iterator[None]:
-        """Time how long this rank waits for the others at a step's first collective: the slowest rank waits least. On
-        CUDA the time is known one step later; captured steps are not timed."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            yield
-            self._waited_s.fill_(time.perf_counter() - start)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        if self._marks is not None and self._marks[1].query():
-            self._waited_s.fill_(self._marks[0].elapsed_time(self._marks[1]) / 1e3)
-        self._marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._marks[0].record(torch.cuda.current_stream(self.device))
-        yield
-        self._marks[1].record(torch.cuda.current_stream(self.device))
 
     def make_empty_loss(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return a loss of 0 whose backward reaches every parameter: the other ranks wait for this one's gradients."""
@@ -166,10 +143,7 @@ class Ranks:
         share = self._to_tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
         flags = BAD * (loss_sum - loss_sum != 0).double() + RUINED * ruined.double() + EMPTY * (share == 0).double()
-        waited_s = self._waited_s
-        if waited_s.is_cuda and torch.cuda.is_current_stream_capturing():
-            waited_s = torch.zeros_like(waited_s)
-        own = [self._own * (flags + self._fell), self._own * waited_s, self._own * rate.reshape(())]
+        own = [self._own * (flags + self._fell), self._own * rate.reshape(())]
         both = torch.cat([torch.stack([share, loss_sum, self.asked]), *own])
         dist.all_reduce(both)
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])

@@ -1,12 +1,12 @@
-"""Fit a run into memory: by prediction before it starts, by trials where ranks must agree, by halving during training.
+"""Fit a run into memory: by prediction before it starts, by trials, by halving during training.
 
 When each is used:
 
     prediction   before anything runs: `halfstep plan --memory`, the micro-batch that `train.auto_batch` starts with on
-                 one GPU, the order in which `train.memory=low` tries its levers, and the settings that an
+                 GPUs, the order in which `train.memory=low` tries its levers, and the settings that an
                  out-of-memory message suggests
     trial        before the first step, where a prediction is not enough: `train.memory=low` measures each lever (in
-                 tune/), and several ranks with `train.auto_batch` try micro-batches until one fits on all of them
+                 tune/)
     halving      during training on one rank: when a step runs out of memory, the engine first drops captured graphs,
                  then halves the micro-batch if `train.auto_batch` is on, else stops with suggestions. Several ranks
                  always stop, because the others are in the middle of the same step

@@ -50,7 +50,10 @@ class _Node:
     maker: Op | None
     forward_readers: list[int]
     backward_readers: list[int]
-    is_fixed: bool
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.maker is None
 
 
 def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
@@ -63,7 +66,10 @@ class _ForwardBackwardCut:
 
     def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
         self.trace, self.keeps_cheap = trace, keeps_cheap
-        self.nodes = [_make_node(trace, number) for number in range(len(trace.values))]
+        self.nodes = [
+            _Node(value.num_bytes, value.made_by, trace.ops[value.made_by] if value.made_by >= 0 else None, [], [])
+            for value in trace.values
+        ]
         for number, op in enumerate(trace.ops):
             for read in op.reads:
                 # Views share the storage of their input: they neither read nor make a value.
@@ -90,14 +96,11 @@ class _ForwardBackwardCut:
         if node.maker.name in NORMS and number != node.maker.makes[0]:
             return False
         # A sum that shrinks its input to less than a quarter is cheap to keep and expensive to repeat.
-        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._count_read_bytes(node.maker)
-        return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
-
-    def _is_stored_in_backward(self, number: int) -> bool:
-        return any(_is_apart(self.trace.ops[reader]) for reader in self.nodes[number].backward_readers)
-
-    def _count_read_bytes(self, op: Op) -> int:
-        return sum(self.nodes[read].num_bytes for read in op.reads)
+        read_bytes = sum(self.nodes[read].num_bytes for read in node.maker.reads)
+        if node.maker.name in SUMS and 4 * node.num_bytes < read_bytes:
+            return False
+        is_stored_in_backward = any(_is_apart(self.trace.ops[reader]) for reader in node.backward_readers)
+        return not (self.keeps_cheap and is_stored_in_backward)
 
     def _keep_values_used_far_apart(self) -> None:
         """Keep what is computed from a value that is read again after the first operation that cannot be fused."""
@@ -262,12 +265,6 @@ class _ForwardBackwardCut:
             for read in self._list_reads(number):
                 last[read] = max(last.get(read, 0), last[number])
         return last
-
-
-def _make_node(trace: StepTrace, number: int) -> _Node:
-    value = trace.values[number]
-    maker = trace.ops[value.made_by] if value.made_by >= 0 else None
-    return _Node(value.num_bytes, value.made_by, maker, [], [], is_fixed=value.made_by < 0)
 
 
 def _find_ends_as_written(trace: StepTrace) -> dict[int, int]:

@@ -51,7 +51,7 @@ def explain_out_of_memory(
     smaller = max(size // (2 * pieces), num_ranks)
     ways = list(planned)
     if size > num_ranks:
-        by_itself = "does this automatically" if num_ranks == 1 else "finds what fits on all ranks before the run"
+        by_itself = "does this automatically" if num_ranks == 1 else "does this as predicted before the run"
         ways.append(
             f"train.batch_size={smaller} train.accumulate={accumulate * -(-size // (pieces * smaller))}"
             f" (same effective batch; train.auto_batch=true {by_itself})"

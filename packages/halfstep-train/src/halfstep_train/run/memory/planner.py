@@ -119,10 +119,6 @@ class MemoryPlanner:
     _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
     _inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def share_fixed(self, step: TraceableStep) -> MemoryPlanner:
-        """Return a planner for the same step with other blocks recomputed: weights, optimizer and inputs stay."""
-        return replace(self, step=step, _timelines={}, _traces={})
-
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
         """Predict a cell from a trace at its batch size.
 

@@ -32,9 +32,8 @@ from halfstep_train.run.memory.planner import (
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep_train.run.sharded_model import OF_FROZEN, group_blocks
 from halfstep_train.tune.choose import Say
-from halfstep_train.tune.memory_low import DoesNotFit, MemorySetting
+from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.modes import Mode
-from halfstep_train.tune.trials import Rehearsal, measure_cost
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.import_path import UnknownCode
 from halfstep_train.workloads.base.kind import Store
@@ -51,45 +50,16 @@ Trace = Callable[[], TraceableStep]
 """Builds the run's step without its content, where its memory is to be predicted."""
 
 
-def choose_pieces(plan: Plan, say: Say, rehearsal: Rehearsal, trace: Trace, *, by_trial: bool) -> int:
-    """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step: 1, 2, 4 ...
-
-    One rank uses the prediction, and halves again during training if it was too optimistic. Several ranks try steps
-    instead, because a rank cannot cut its batch while the others are in the middle of a step.
-    """
-    if by_trial:
-        return _try_pieces(plan, rehearsal)
-    return _predict_pieces(rehearsal.settings.train, plan, say, trace)
-
-
-def _try_pieces(plan: Plan, rehearsal: Rehearsal) -> int:
-    """Run steps with ever smaller micro-batches until one fits."""
-    size, pieces = rehearsal.settings.train.batch_size, 1
-    while True:
-        try:
-            measure_cost(plan.mode or "eager", plan, rehearsal, train={"batch_size": -(-size // pieces)})
-        except DoesNotFit as error:
-            problem = str(error)
-        else:
-            return pieces
-        if pieces >= size:
-            raise MemoryLimitError(
-                f"a step with one sample does not fit: {problem}",
-                why="train.auto_batch has tried micro-batches down to one sample",
-                fix="train.memory=low, --precision bf16, a smaller model, or a smaller data.image_size",
-            )
-        pieces *= 2
-
-
-def _predict_pieces(train: TrainConfig, plan: Plan, say: Say, trace: Trace) -> int:
-    """Predict the number of micro-batches, and print it if there is more than one."""
+def choose_pieces(train: TrainConfig, plan: Plan, say: Say, trace: Trace) -> int:
+    """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step, as predicted: 1, 2,
+    4 ... A single rank halves them again during training if the prediction was too optimistic."""
     if not plan.on_cuda:
         return 1
     limit = measure_free_bytes(torch.device(plan.device))
     try:
         pieces = find_fitting_pieces(train, plan, trace, limit)
     except HalfstepError as error:
-        say(f"the memory of a step cannot be predicted: {error.what}; the micro-batch is halved if memory runs out")
+        say(f"train.auto_batch: the memory of a step cannot be predicted: {error.what}")
         return 1
     if pieces > 1:
         micro = -(-train.batch_size // pieces)
@@ -235,9 +205,7 @@ def predict_step_cost(
     cell = dataclasses.replace(Cell.of(config.train, traced, mode), batch_size=size, accumulate=1)
     known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
     if key not in known:
-        made, plain = build_traceable_step(config, store), _dump_without_recomputing(config)
-        like = next((one for one in known.values() if _dump_without_recomputing(one.step.config) == plain), None)
-        known[key] = like.share_fixed(made) if like else MemoryPlanner(made, hardware)
+        known[key] = MemoryPlanner(build_traceable_step(config, store), hardware)
     step, found = known[key].step, known[key].predict(cell)
     # One prediction is enough: fixed parts do not change, the others grow with the batch.
     by_batch = sum(found.components[name] for name in BY_BATCH)
@@ -248,11 +216,6 @@ def predict_step_cost(
         sample_flops=step.sample_flops,
         usable=USABLE if is_gpu else USABLE_ON_CPU,
     )
-
-
-def _dump_without_recomputing(config: RunConfig) -> str:
-    switched_off = config.replace(train={"activation_checkpointing": False})
-    return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
 
 
 def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:

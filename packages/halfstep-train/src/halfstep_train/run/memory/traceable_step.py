@@ -187,12 +187,8 @@ class TraceableStep:
     def count_input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
         """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
         with self.pretence.enter(), _explain_failures(self.config.workload):
-            return {
-                size: (self._count_raw_bytes(size), _sum_bytes(self._make_input(size).values())) for size in batch_sizes
-            }
-
-    def _count_raw_bytes(self, batch_size: int) -> int:
-        return BATCHES_AHEAD * sum(t.nbytes for t in _make_batch(self.raw, batch_size).values())
+            raw = {size: sum(t.nbytes for t in _make_batch(self.raw, size).values()) for size in batch_sizes}
+            return {size: (BATCHES_AHEAD * raw[size], _sum_bytes(self._make_input(size).values())) for size in raw}
 
     # --- placing ---
 
@@ -417,13 +413,8 @@ def _describe_failure(workload: str, error: Exception) -> str:
 # --- tensors without content, treated as on a GPU ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """The position of a tensor in a module, and the original tensor."""
-
-    slots: dict[str, Tensor | None]
-    name: str
-    tensor: Tensor
+_Slot = tuple[dict[str, Tensor | None], str, Tensor]
+"""The slots of a module, the name of one, and the original tensor in it."""
 
 
 class Pretence:
@@ -453,15 +444,14 @@ class Pretence:
 
     def _put(self) -> None:
         made: dict[int, Tensor] = {}
-        for slot in self._slots:
-            own = slot.tensor
+        for slots, name, own in self._slots:
             if id(own) not in made:
                 made[id(own)] = _make_empty(own)
-            slot.slots[slot.name] = made[id(own)]
+            slots[name] = made[id(own)]
 
     def _put_back(self) -> None:
-        for slot in self._slots:
-            slot.slots[slot.name] = slot.tensor
+        for slots, name, own in self._slots:
+            slots[name] = own
 
 
 def _find_slots(module: nn.Module) -> Iterator[_Slot]:
@@ -469,7 +459,7 @@ def _find_slots(module: nn.Module) -> Iterator[_Slot]:
         for slots in (part._parameters, part._buffers):
             for name, tensor in slots.items():
                 if tensor is not None:
-                    yield _Slot(slots, name, tensor)  # type: ignore[arg-type]
+                    yield slots, name, tensor  # type: ignore[misc]
 
 
 def _make_empty(tensor: Tensor) -> Tensor:
