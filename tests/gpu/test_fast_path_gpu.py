@@ -334,7 +334,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         assert (
             tune_plan(plan, RunRehearsal(short.config, workload), said.append).mode == "eager"
         )  # 12 steps do not pay for a start
-        monkeypatch.setattr("halfstep_train.tune.mode_search.COMPILE_S", -1e3)
+        monkeypatch.setattr("halfstep_train.tune.mode_search.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
     assert (stored["mode"], stored["cudnn_benchmark"]) == (first.mode, first.cudnn_benchmark)

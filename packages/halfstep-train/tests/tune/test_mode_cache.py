@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.mode_search import CachedMode, FoundMode
+from halfstep_train.tune.modes import get_code_folder
 from halfstep_train.tune.trials import TrialTime
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.demo import write_demo
@@ -69,26 +71,39 @@ def test_a_file_that_lacks_fields_is_measured_again(demo: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "fields", "mode"),
+    ("num_steps", "is_cleared", "mode"),
     [
-        (10_000, {}, "graph"),  # saves 150 s
-        (2_000, {}, "eager"),  # saves 30 s, compiles for 45
-        (4_000, {"cudnn_benchmark": True}, "eager"),  # saves 60 s, starts in 45 + 20
-        (10_000, {"tunes_kernels": True}, "eager"),  # saves 150 s, compiles and tunes for 240
+        (10_000, False, "graph"),  # saves 150 s
+        (2_000, False, "graph"),  # saves 30 s, starts in 15
+        (2_000, True, "eager"),  # saves 30 s, compiles for 45
+        (10_000, True, "graph"),
+        (500, False, "eager"),  # saves 7.5 s
     ],
 )
-def test_a_cached_mode_is_followed_where_it_pays(
-    demo: Path, num_steps: int, fields: dict[str, bool], mode: str
-) -> None:
+def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_cleared: bool, mode: str) -> None:
     kept = cached(*made(demo))
-    kept.write(found(**fields))
-    chosen = kept.choose_for_run(num_steps)
-    assert chosen is not None
-    assert chosen["mode"] == mode
-    assert chosen["channels_last"]
-    assert "measured before: as measured" in chosen["mode_reason"]
-    assert mode == "graph" or "to start" in chosen["mode_reason"]
-    assert (chosen["tunes_kernels"], chosen["cudnn_benchmark"]) == (False, False)
+    kept.write(found())
+    if is_cleared:
+        shutil.rmtree(get_code_folder())
+    fields = kept.choose_for_run(num_steps)
+    assert fields is not None
+    assert fields["mode"] == mode
+    assert fields["channels_last"]
+    assert "measured before: as measured" in fields["mode_reason"]
+    assert mode == "graph" or "to start" in fields["mode_reason"]
+
+
+def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
+    kept = cached(*made(demo))
+    kept.write(found(cudnn_benchmark=True))
+    fields = kept.choose_for_run(2_000)  # saves 30 s, starts in 15 + 20
+    assert fields is not None
+    assert (fields["mode"], fields["cudnn_benchmark"]) == ("eager", False)
+    kept.write(found(tunes_kernels=True))
+    shutil.rmtree(get_code_folder())
+    fields = kept.choose_for_run(10_000)  # saves 150 s, compiles and tunes for 240
+    assert fields is not None
+    assert (fields["mode"], fields["tunes_kernels"]) == ("eager", False)
 
 
 def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:

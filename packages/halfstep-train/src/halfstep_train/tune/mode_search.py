@@ -10,6 +10,7 @@ The recorded reason lists what was not tried, and whether the time for trials or
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,7 +33,9 @@ from halfstep_train.tune.modes import (
     COMPILE_S,
     CUDNN_TRIALS_S,
     KERNEL_TUNING_S,
+    WARM_START_S,
     Mode,
+    get_code_folder,
     has_convolutions,
 )
 from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime
@@ -237,8 +240,8 @@ def find_fastest_mode(costs: dict[str, Cost]) -> Mode:
 
 # --- results of a search, kept on disk for the next run of the same model, shapes, device and versions ---
 #
-# A cached mode is used if it pays: its steps must save more time over the run than its start takes. Its compiled code
-# is in another folder, which may have been emptied.
+# A cached mode is used if it pays: its steps must save more time over the run than its start takes. Compiled code is in
+# another folder, which may be emptied; a marker file there shows whether this mode's code is in it.
 
 
 MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured tries what that one left out
@@ -274,6 +277,7 @@ class CachedMode:
 
     def write(self, found: FoundMode) -> str:
         """Write the result; return an empty string, or why it could not be written."""
+        self.mark()
         return write_json(self.path, dataclasses.asdict(found))
 
     def choose_for_run(self, num_steps: int) -> dict[str, Any] | None:
@@ -281,9 +285,10 @@ class CachedMode:
         found = self.read()
         if found is None or _leaves_open(found, num_steps):
             return None
-        start_s, saved_s = _estimate_start_s(found), _estimate_saved_s(found, num_steps)
+        start_s, saved_s = self._estimate_start_s(found), _estimate_saved_s(found, num_steps)
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
+            self.mark()
             return fields
         reason = (
             f"{found.fields['mode']} would save {saved_s:.0f} s of this run and take about {start_s:.0f} s to start"
@@ -291,12 +296,21 @@ class CachedMode:
         plain = {"mode": "eager", "tunes_kernels": False, "cudnn_benchmark": False, "gains": ()}
         return {**fields, **plain, "mode_reason": f"{reason} ({fields['mode_reason']})"}
 
+    def mark(self) -> None:
+        """Mark that this mode's code is in the compiler's cache; the mark disappears with it."""
+        with contextlib.suppress(OSError):  # without the mark the next start counts as cold
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
 
-def _estimate_start_s(found: FoundMode) -> float:
-    """Return how long a start in this mode takes if its compiled code is not on disk any more."""
-    fields = found.fields
-    compiling_s = 0.0 if fields["mode"] == "eager" else KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
-    return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
+    @property
+    def _mark(self) -> Path:
+        return get_code_folder() / f"halfstep-{self.name}"
+
+    def _estimate_start_s(self, found: FoundMode) -> float:
+        fields = found.fields
+        cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
+        compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s
+        return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
 
 
 def _leaves_open(found: FoundMode, num_steps: int) -> bool:

@@ -32,6 +32,7 @@ Notice: TypeAlias = Callable[[str, Level], None]  # shows one line to the user
 UNCAPTURED = 3
 """Consecutive windows of one shape before capture: they compile, choose kernels and allocate optimizer state."""
 COMPILE_S = 45.0  # a cold start of the compiler: 30 to 60 s were measured for U-Net and ResNet-50 on an H200 machine
+WARM_START_S = 15.0  # the same with compiled code on disk: tracing remains. An estimate, not measured.
 KERNEL_TUNING_S = 240.0
 """A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
 
