@@ -59,7 +59,7 @@ FROM_LIBRARY = {
     "backend_flags", "disk", "errors", "formats", "islands", "prefetching", "recompute", "state_files", "tensor_files",
     *(f"distributed.{name}" for name in ("sharded_files", "sharding", "world")),
     *(f"evidence.{name}" for name in (
-        "attempts", "capsule", "capsule_folder", "captured_ledger", "compiled_code", "dry_run", "forecast",
+        "attempts", "capsule", "capsule_folder", "compiled_code", "dry_run", "forecast",
         "kernel_events", "module_hooks", "precision_ledger", "proofs", "recorder", "replay", "updates", "watch",
     )),
     *(f"hardware.{name}" for name in (

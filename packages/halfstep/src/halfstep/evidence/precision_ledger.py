@@ -43,8 +43,6 @@ class LedgerRow:
     forward: str = "-"
     backward: str = "-"
     flops_share: float = 0.0
-    time_share: float = 0.0
-    """Share of a captured step's device time; a kernel of several modules counts for each in equal parts."""
     casts: int = 0
     cast_bytes: int = 0
     kept: str = "-"
@@ -58,16 +56,12 @@ class LedgerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRow:
-    """One kernel of a captured step, and all modules that it works for."""
+    """One kernel of a captured step."""
 
     name: str
-    modules: tuple[str, ...]
-    """Empty where no launch of the uncaptured step matches."""
-    direction: str
-    format: str
-    """Format of the operands of matmuls, convolutions and attention; for other kernels it is unknown."""
     calls: int
     time_share: float
+    """Share of the step's device time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +75,7 @@ class Ledger:
     notes: tuple[str, ...] = ()
     step: int | None = None
     kernels: tuple[KernelRow, ...] = ()
-    """Kernels of a captured step, the longest first, including those of no known module."""
-
-    @property
-    def unmapped_share(self) -> float:
-        return sum(row.time_share for row in self.kernels if not row.modules)
+    """Kernels of a captured step, the longest first."""
 
     @property
     def differences(self) -> tuple[Finding, ...]:
@@ -99,7 +89,6 @@ class Ledger:
             "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "notes": list(self.notes),
-            "unmapped_share": self.unmapped_share,
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
         }
 
@@ -264,25 +253,19 @@ def format_percent(share: float) -> str:
 
 def render_ledger(ledger: Ledger) -> str:
     """Render the summary, the rows with most FLOPs and those that differ, then what differs and how to fix it."""
-    # Rows with a finding first, then by share of FLOPs or time.
+    # Rows with a finding first, then by share of FLOPs.
     by_weight = sorted(
-        ledger.rows,
-        key=lambda row: (not row.verdict.startswith(("differs", "costs")), -max(row.flops_share, row.time_share)),
+        ledger.rows, key=lambda row: (not row.verdict.startswith(("differs", "costs")), -row.flops_share)
     )
-    is_busy = {row.module for row in ledger.rows if row.flops_share or row.time_share or row.verdict != "as planned"}
+    is_busy = {row.module for row in ledger.rows if row.flops_share or row.verdict != "as planned"}
     chosen = {row.module for row in by_weight[:MOST_ROWS]} & is_busy
     rows = [row for row in ledger.rows if row.module in chosen]
-    titles: tuple[str, ...] = (
-        "module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state",
-    )  # fmt: skip
-    body: list[tuple[str, ...]] = [
+    titles = ("module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state")
+    body = [
         (r.module, r.planned, r.forward, r.backward, format_percent(r.flops_share), str(r.casts or "-"), r.kept,
          r.weights, r.gradients, r.optimizer_state)
         for r in rows
     ]  # fmt: skip
-    if ledger.kernels:
-        titles = (*titles, "time")
-        body = [(*cells, format_percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
     more = (
         [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
@@ -292,15 +275,9 @@ def render_ledger(ledger: Ledger) -> str:
 
 
 def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
-    """Render the kernels that take most of the time, and the longest of those without a module."""
-    known, unmapped = ([k for k in kernels if bool(k.modules) is is_known] for is_known in (True, False))
-    shown = [*known[:MOST_KERNELS], *unmapped[:MOST_ALIKE]]
-    body = [
-        (k.name[:60], ", ".join(k.modules[:4]) + (f" and {len(k.modules) - 4} more" if len(k.modules) > 4 else "")
-         or "not mapped", k.direction, k.format or "-", str(k.calls), format_percent(k.time_share))
-        for k in shown
-    ]  # fmt: skip
-    return ["", *align_columns([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
+    """Render the kernels that take most of the time."""
+    body = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in kernels[:MOST_KERNELS]]
+    return ["", *align_columns([("kernel", "calls", "time"), *body])] if body else []
 
 
 def _render_findings(found: Sequence[Finding]) -> list[str]:
