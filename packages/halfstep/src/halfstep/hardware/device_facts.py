@@ -28,8 +28,6 @@ class Measurement:
     """Relative Frobenius distance to the fp64 result."""
     speedup: float
     """Relative to strict fp32, same operation and size."""
-    small: bool = False
-    """Timed on the small problem only, because the full one takes too long: not comparable with full rates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
