@@ -175,13 +175,13 @@ class RunLedger:
 
     def _keep(self, found: list[Ledger]) -> None:
         """Store ledgers, print new modes and new differences, and write report/ledger.json."""
-        known = {finding for ledger in self.seen.values() for finding in ledger.differences}
+        known = {finding for ledger in self.seen.values() for finding in ledger.findings}
         for ledger in found:
             is_new = ledger.mode not in self.seen
             self.seen[ledger.mode] = ledger
             if is_new:
                 self.notice(f"ledger, {ledger.mode}: {ledger.summary}", "info")
-            for finding in ledger.differences:
+            for finding in ledger.findings:
                 if finding not in known:
                     known.add(finding)
                     self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
