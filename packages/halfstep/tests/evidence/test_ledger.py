@@ -215,7 +215,7 @@ def test_a_ledger_without_a_step_says_so() -> None:
 def test_findings_of_one_reason_are_told_together() -> None:
     model = nn.Sequential(nn.Linear(4, 8), *(Planted("custom_op") for _ in range(8)), nn.Linear(8, 3))
     text = str(ledger_of(model))
-    assert text.count("why:") == 1
+    assert text.count("why:") == 2  # of forward and of backward
     assert "1: planted::mix (forward) computed in fp32" in text
     assert "and 2 more modules likewise" in text
 

@@ -211,7 +211,7 @@ def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tm
 def test_a_tensor_that_wraps_others_is_refused_instead_of_read_at_address_0(tmp_path: Path) -> None:
     model, step = make()
     model.register_buffer("wrapping", TwoTensor(torch.ones(3), torch.ones(3)))
-    with pytest.raises(CheckpointError, match="cannot store .* a TwoTensor has no memory of its own"):
+    with pytest.raises(CheckpointError, match="cannot store a TwoTensor, which has no memory of its own"):
         hs.save(tmp_path / "state", step, model)
     assert not (tmp_path / "state").exists()
 
@@ -423,22 +423,21 @@ def test_another_optimizer_and_another_average_are_refused_before_anything_chang
 
 
 @pytest.mark.parametrize(
-    ("extra", "place", "why"),
+    ("extra", "what"),
     [
-        ({"args": object()}, "args", "it is a object"),
-        ({"log": [1, {"x": {1, 2}}]}, r"log\[1\]\['x'\]", "it is a set"),
-        ({"best": np.float32(1)}, "best", "it is a float32"),
-        ({"by": {(1, 2): 3}}, r"the key \(1, 2\) of by", "keys are strings or numbers"),
-        ({"names": np.array(["a"])}, "names", "an array of dtype"),
-        ({"matrix": torch.eye(2).to_sparse()}, "matrix", "layout torch.sparse_coo"),
+        ({"args": object()}, "state.extra.args, a object"),
+        ({"log": [1, {"x": {1, 2}}]}, "state.extra.log.1.x, a set"),
+        ({"best": np.float32(1)}, "state.extra.best, a float32"),
+        ({"by": {(1, 2): 3}}, r"the key \(1, 2\) of state.extra.by"),
+        ({"names": np.array(["a"])}, "state.extra.names, an array of dtype <U1"),
+        ({"matrix": torch.eye(2).to_sparse()}, "state.extra.matrix, a tensor of layout torch.sparse_coo"),
     ],
 )
-def test_extra_that_cannot_be_stored_is_named(stored: Path, extra: dict[str, Any], place: str, why: str) -> None:
+def test_extra_that_cannot_be_stored_is_named(stored: Path, extra: dict[str, Any], what: str) -> None:
     model, step = make()
     before = stored.read_bytes()
-    with pytest.raises(CheckpointError, match=f"hs.save cannot store {place}") as caught:
+    with pytest.raises(CheckpointError, match=f"hs.save cannot store {what}"):
         hs.save(stored, step, model, **extra)
-    assert why in caught.value.why
     assert stored.read_bytes() == before
 
 

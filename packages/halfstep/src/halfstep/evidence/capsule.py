@@ -120,10 +120,10 @@ def write_capsule(
     config: str = "",
 ) -> Path:
     """Write the capsule atomically; only that of a run, which has a config, replaces another one."""
-    packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    contents: dict[str, Any] = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
     try:
+        packed, tensors = pack({"window": list(window), "rng": dict(rng)})
+        contents: dict[str, Any] = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
         with open_atomic_folder(path, replaces=bool(config)) as hidden:
             files = write_files(hidden, {name: held for name, held in contents.items() if held or name == BATCHES})
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
