@@ -52,30 +52,6 @@ def test_weights_are_bit_equal_after_a_resume_in_the_middle_of_an_epoch(tmp_path
     assert resumed.warnings == []
 
 
-def test_average_scale_and_schedule_continue(tmp_path: Path) -> None:
-    settings = {"precision": hs.Precision("fp16", simulate=True), "ema_decay": 0.9, "scaler": {"growth_interval": 2}}
-
-    def run(steps: int, *, resumes: bool) -> tuple[dict[str, Any], list[float]]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-        schedule = hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
-        step = hs.Step(model, optimizer, schedule=schedule, **settings)
-        if resumes:
-            hs.load(tmp_path / "state", step, model)
-        outcomes = [step(lambda x: model(x).square().mean(), [torch.ones(2, 4)]) for _ in range(steps)]
-        facts = [number for one in outcomes for number in (one.loss, one.lr, one.scale, one.grad_norm)]
-        hs.save(tmp_path / "state", step, model)
-        with step.averaged():
-            return {name: value.clone() for name, value in model.state_dict().items()}, facts
-
-    average, facts = run(8, resumes=False)
-    _, first = run(3, resumes=False)
-    again, second = run(5, resumes=True)
-    assert first + second == facts
-    assert all(torch.equal(average[name], again[name]) for name in average)
-
-
 def test_a_state_in_torchs_own_file_is_loaded_with_weights_only(tmp_path: Path) -> None:
     """As most scripts store it: torch.save and torch.load, which unpickles no arrays by default."""
 

@@ -10,12 +10,9 @@ When the host learns of a bad step, later ones may have committed: `commits_afte
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
 import math
 import platform
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,23 +84,6 @@ def collect_state(model: nn.Module) -> dict[str, Tensor]:
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the current state on the host."""
     return {name: value.detach().cpu().clone() for name, value in collect_state(model).items()}
-
-
-def fingerprint_code(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of the source of each class in the model, except torch's own and those without a source."""
-    found = dict[str, int]()
-    for kind in {type(module) for module in model.modules()}:
-        with contextlib.suppress(OSError, TypeError):
-            if kind.__module__.partition(".")[0] != "torch":
-                source = inspect.getsource(kind).encode()
-                found[f"{kind.__module__}.{kind.__qualname__}"] = zlib.crc32(source)
-    return found
-
-
-def find_changed_code(capsule: Capsule, model: nn.Module) -> list[str]:
-    """Return the classes whose source differs from that of the recorded step."""
-    then = capsule.about.get("code", {})
-    return sorted(name for name, code in fingerprint_code(model).items() if then.get(name, code) != code)
 
 
 def count_state_bytes(model: nn.Module) -> int:

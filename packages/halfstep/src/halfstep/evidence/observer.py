@@ -18,7 +18,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,14 +110,12 @@ class Observer:
         """Observe the operations that run inside."""
         self._thread = threading.get_ident()
         self._kept.clear()  # of the previous micro-batch, whose memory now holds other tensors
-        with ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
-            stack.enter_context(_Operations(self))
+        with (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept),
+            _Operations(self),
+        ):
             yield
         self._stack.clear()
 
