@@ -68,11 +68,6 @@ class Hardware:
         """Return the measurement of this operation in this format, if there is one."""
         return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
 
-    def find_best_measurement(self, format_name: str) -> Measurement | None:
-        """Return the operation that gains most from this format, if any was measured."""
-        of_format = [m for m in self.measurements if m.format == format_name]
-        return max(of_format, key=lambda m: m.speedup, default=None)
-
     def find_speedup(self, format_name: str) -> float | None:
         """Return the speedup over strict fp32: measured, else from published rates, else None.
 
