@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep import __version__
@@ -28,11 +27,10 @@ from halfstep.errors import CheckpointError, format_count
 from halfstep.evidence.capsule_folder import ABOUT, CONFIG, find_capsule
 from halfstep.evidence.capsule_folder import list_capsules as list_capsules  # part of this module's interface
 from halfstep.state_files import MALFORMED, measure_file, pack, unpack, write_files
+from halfstep.tensor_files import TensorFile
 
 VERSION = 1
 BATCHES, STATE = "batches.safetensors", "state.safetensors"
-COMPLEX = " (complex)"
-"""Suffix of the name of a tensor that is stored as pairs of real numbers."""
 MOST_BYTES = 4 << 30
 """Weights above this are not copied into a capsule."""
 
@@ -103,7 +101,7 @@ def write_capsule(
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
         packed, tensors = pack({"window": list(window), "rng": dict(rng)})
-        contents: dict[str, Any] = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
+        contents: dict[str, Any] = {BATCHES: tensors, STATE: state, CONFIG: config}
         with open_atomic_folder(path, replaces=bool(config)) as hidden:
             files = write_files(hidden, {name: held for name, held in contents.items() if held or name == BATCHES})
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
@@ -140,8 +138,8 @@ def read_capsule(path: Path) -> Capsule:
                 raise ValueError(f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written")
             if found != expected:
                 raise ValueError(f"{name} was changed after it was written")
-        content = unpack(packed, _load(path / BATCHES))
-        state = _load(path / STATE) if STATE in files else {}
+        content = unpack(packed, TensorFile(path / BATCHES))
+        state = dict(TensorFile(path / STATE)) if STATE in files else {}
     except MALFORMED as error:
         raise _make_damaged_error(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
@@ -154,21 +152,6 @@ def to_strict_json(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {str(key): to_strict_json(value) for key, value in tree.items()}
     return [to_strict_json(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-def _split_complex(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return complex tensors as pairs of real numbers: safetensors does not know every complex format."""
-    is_pair = {name for name, tensor in tensors.items() if tensor.is_complex()}
-    return {f"{n}{COMPLEX}" if n in is_pair else n: torch.view_as_real(t.detach().resolve_conj()) if n in is_pair else t
-            for n, t in tensors.items()}  # fmt: skip
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    # load_file maps the file, where a pair may begin at half of its width: torch's vector code would crash there.
-    return {
-        name.removesuffix(COMPLEX): torch.view_as_complex(tensor.clone()) if name.endswith(COMPLEX) else tensor
-        for name, tensor in load_file(path).items()
-    }
 
 
 def _make_damaged_error(path: Path, what: str) -> CheckpointError:

@@ -162,6 +162,7 @@ def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if name not in DIVISIONS or len(args) <= position:
         return None
     value = args[position]
+    changed: Any
     if not isinstance(value, Tensor):
         changed = 1e-4 if value == 0 else value
     elif not has_fractions(value):
@@ -170,8 +171,9 @@ def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         changed = torch.where(value.abs() >= 1e-4, value, 1e-4)
     else:
         changed = torch.where(value >= 0, value.clamp(min=1e-4), value.clamp(max=-1e-4))
-    is_same = changed is value or isinstance(value, Tensor) and torch.equal(changed, value)
-    return None if is_same else ((*args[:position], changed, *args[position + 1 :]), kwargs)
+    if not torch.as_tensor(changed != value).any():
+        return None
+    return (*args[:position], changed, *args[position + 1 :]), kwargs
 
 
 DIVISIONS = ("truediv", "div", "divide", "true_divide", "rdiv", "reciprocal")

@@ -216,8 +216,8 @@ class _MeasuringSession:
                 return  # nothing to compare with; the note on fp32 gives the reason
             try:
                 seconds, error = self._measure_format(op, format_name, problem)
-            except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
-                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {summarise_error(error)[:160]}")
+            except (RuntimeError, ValueError) as cause:  # no kernel for it, or no memory: a fact, not a failure
+                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {summarise_error(cause)[:160]}")
                 continue
             fp32_s = seconds if fp32_s is None else fp32_s
             yield Measurement(
