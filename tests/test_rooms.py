@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "step": {"distributed", "precision", "formats", "our_code", "errors", "state_files"},
     "evidence": {
         "step", "precision", "backend_flags", "formats", "islands", "our_code", "errors", "disk", "state_files",
+        "tensor_files",
     },
 }  # fmt: skip
 ROOMS["fast"] = {"step", "hardware", "distributed", "precision", "backend_flags", "our_code", "errors", "disk"}
