@@ -1,7 +1,7 @@
 """Measure speed and error of each format on a device of this machine, within a few seconds.
 
-An operation that takes half a second is run once, so that a slow format (bf16 on a CPU without it is 100 times slower
-than fp32) fits the budget; what no time is left for is not measured, and a note reports it.
+An operation that takes more than 0.1 s is run once or twice, so that a slow format (bf16 on a CPU without it is 100
+times slower than fp32) fits the budget; what no time is left for is not measured, and a note reports it.
 
 Inputs are drawn once in fp32 and cast outside the timed call: a model keeps its activations in the low format too.
 The error is that of the whole path, cast included. Only a slice of the answer is checked against fp64, on the CPU,
