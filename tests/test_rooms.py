@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "step": {"distributed", "precision", "formats", "our_code", "errors", "state_files"},
     "evidence": {
         "step", "precision", "backend_flags", "formats", "islands", "our_code", "errors", "disk", "state_files",
+        "tensor_files",
     },
 }  # fmt: skip
 ROOMS["fast"] = {"step", "hardware", "distributed", "precision", "backend_flags", "our_code", "errors", "disk"}
@@ -59,7 +60,7 @@ FROM_LIBRARY = {
     "backend_flags", "disk", "errors", "formats", "islands", "prefetching", "recompute", "state_files", "tensor_files",
     *(f"distributed.{name}" for name in ("sharded_files", "sharding", "world")),
     *(f"evidence.{name}" for name in (
-        "attempts", "capsule", "capsule_folder", "captured_ledger", "compiled_code", "dry_run", "forecast",
+        "attempts", "capsule", "capsule_folder", "compiled_code", "dry_run", "forecast",
         "kernel_events", "module_hooks", "precision_ledger", "proofs", "recorder", "replay", "updates", "watch",
     )),
     *(f"hardware.{name}" for name in (

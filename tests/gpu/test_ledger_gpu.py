@@ -59,12 +59,7 @@ def test_a_run_with_a_ledger_ends_with_the_same_weights_and_has_seen_every_mode(
     ledgers = {one["mode"]: one for one in observed(seen)["observed"]}
     assert set(ledgers) == MODES[fast] - ({"compiled"} if workload in IN_BLOCKS else set())
     if fast == "graph":
-        assert_mapped(observed(seen), ledgers["captured"]["unmapped_share"])
-
-
-def assert_mapped(document: dict[str, Any], unmapped: float) -> None:
-    """Nearly all time of the captured step belongs to modules, or to the step's own work."""
-    assert unmapped <= 0.05
-    rows = [row for row in document["rows"] if row["mode"] == "captured"]
-    assert sum(row["time_share"] for row in rows) == pytest.approx(1 - unmapped, abs=1e-6)
-    assert "bf16" in {row["forward"] for row in rows}
+        document = observed(seen)
+        rows = [row for row in document["rows"] if row["mode"] == "captured"]
+        assert "bf16" in {row["forward"] for row in rows}
+        assert sum(kernel["time_share"] for kernel in document["kernels"]) == pytest.approx(1)

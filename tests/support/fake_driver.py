@@ -9,14 +9,7 @@ import torch
 from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.measure import Sizes
 
-TINY = Sizes(
-    small_matmul=16,
-    small_image=(1, 4, 8),
-    full_matmul=32,
-    full_image=(2, 8, 8),
-    copy_bytes=4096,
-    budget_s=10.0,
-)
+TINY = Sizes(matmul=32, image=(2, 8, 8), copy_bytes=4096, budget_s=10.0)
 
 T4 = Accelerator(
     kind="cuda",

@@ -16,7 +16,7 @@ from halfstep.hardware.probe import probe
 def known_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measured matmuls of small size in a cache of the file's own, so that no test takes ten seconds for them."""
     cache, image = tmp_path_factory.mktemp("cache"), (1, 4, 8)
-    sizes = Sizes(small_matmul=8, small_image=image, full_matmul=16, full_image=image, copy_bytes=2**16, budget_s=0.5)
+    sizes = Sizes(matmul=16, image=image, copy_bytes=2**16, budget_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         measure_once(probe("cpu"), cache / "halfstep", functools.partial(measure, sizes=sizes))

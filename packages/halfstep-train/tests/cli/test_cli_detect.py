@@ -14,9 +14,7 @@ from halfstep.hardware import measure
 from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.gpus import KNOWN
 
-TINY = measure.Sizes(
-    small_matmul=16, small_image=(1, 4, 8), full_matmul=32, full_image=(1, 4, 8), copy_bytes=4096, budget_s=10.0
-)
+TINY = measure.Sizes(matmul=32, image=(1, 4, 8), copy_bytes=4096, budget_s=10.0)
 T4 = Accelerator(kind="cuda", device="cuda:0", name="Tesla T4", capability=(7, 5), memory_total_bytes=15 * 2**30)
 XEON = CpuDescription(
     cpuinfo="model name\t: Intel(R) Xeon(R) 8480\nflags\t: avx512_bf16 amx_bf16\n",
@@ -75,9 +73,9 @@ def test_a_slow_bf16_at_the_driver_flips_what_detect_says(
 ) -> None:
     monkeypatch.setattr(Driver, "describe_processor", lambda self: XEON)
     clock(monkeypatch, bf16=7.1)
-    assert "use bf16: native, measured 7.1x fp32 on matmul, error " in output_of(capsys, "--device", "cpu")[0]
+    assert "use bf16: native on " in output_of(capsys, "--device", "cpu")[0]
     clock(monkeypatch, bf16=0.2)
-    assert "use fp32: bf16 is slower here" not in output_of(capsys, "--device", "cpu")[0], "the cache was not used"
+    assert "use fp32: " not in output_of(capsys, "--device", "cpu")[0], "the cache was not used"
     assert "use fp32: " in output_of(capsys, "--device", "cpu", "--fresh")[0]
 
 
@@ -104,7 +102,7 @@ def test_no_measure_only_looks(
 def test_a_gpu_that_is_not_here_is_answered_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = output_of(capsys, "--gpu", "v100")
     assert out.startswith("NVIDIA V100")
-    assert "use fp16 with loss scaling: bf16 is emulated on this GPU; fp16 is native, published peak 8.0x fp32" in out
+    assert "use fp16 with loss scaling: native on NVIDIA V100, published 8.0x fp32; not bf16: " in out
     advice = json.loads(output_of(capsys, "--gpu", "h200", "--json")[0])["devices"][0]["advice"]
     assert advice["precision"] == "bf16"
 

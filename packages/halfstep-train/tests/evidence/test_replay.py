@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -68,26 +66,6 @@ def test_the_model_keeps_its_own_weights_and_the_generators_go_on(tmp_path: Path
     hs.replay(tmp_path / "00000000", model, loss)
     assert (model.head.weight == 7).all()
     assert torch.equal(torch.get_rng_state(), generators)
-
-
-def test_code_of_the_model_that_has_changed_since_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from torch import nn\nclass Net(nn.Linear):\n    def forward(self, x): return super().forward(x) / 0\n"
-    file = tmp_path / "net_that_changes.py"
-    file.write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    model = importlib.import_module(file.stem).Net(8, 1)
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["x"]).mean()
-
-    with KEPT, step_of(model, tmp_path / "kept") as step:
-        step(loss, [planted.batch_of()])
-    assert hs.replay(tmp_path / "kept" / "00000000", model, loss).changed == []
-    file.write_text(source.replace("/ 0", "/ 1.0"))
-    model = importlib.reload(sys.modules[file.stem]).Net(8, 1)
-    found = hs.replay(tmp_path / "kept" / "00000000", model, loss)
-    assert found.changed == found.to_json()["changed_code"] == ["net_that_changes.Net"]
-    assert "the code of net_that_changes.Net has changed" in str(found)
 
 
 def test_a_loss_that_falls_without_bound_is_told_from_a_rate_that_is_too_large(tmp_path: Path) -> None:

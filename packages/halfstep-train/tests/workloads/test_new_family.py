@@ -121,7 +121,7 @@ def test_it_is_evaluated_and_predicts(
 def test_it_is_benched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     image = (1, 4, 8)
-    sizes = Sizes(small_matmul=8, small_image=image, full_matmul=16, full_image=image, copy_bytes=2**16, budget_s=0.2)
+    sizes = Sizes(matmul=16, image=image, copy_bytes=2**16, budget_s=0.2)
     measure_once(probe("cpu"), tmp_path / "cache" / "halfstep", functools.partial(measure, sizes=sizes))
     words = ("--batch-size", "4", "--steps", "10", "--precisions", "fp32", "--modes", "eager", "--device", "cpu")
     (row,) = json.loads(command(monkeypatch, capsys, "bench", "autoencoder", *words, "--json"))["rows"]

@@ -35,14 +35,22 @@ MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, Recurs
 
 # --- trees ---
 
+PLAIN = (bool, int, float, str, type(None))
 TENSOR, TUPLE, ITEMS, ARRAY = "__tensor__", "__tuple__", "__items__", "__array__"
 
 
 def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split a tree into what JSON can hold and the tensors, which the JSON part refers to by name."""
+    """Split a tree into what JSON can hold and the tensors, which the JSON part refers to by name.
+
+    Raise TypeError, which names the entry, if it holds anything else.
+    """
     tensors: dict[str, Tensor] = {}
 
     def visit(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_quantized or node.is_meta):
+            raise TypeError(f"{path}, a tensor of layout {node.layout} on {node.device}")
+        if isinstance(node, np.ndarray) and node.dtype.kind not in "biufc":
+            raise TypeError(f"{path}, an array of dtype {node.dtype}")
         if isinstance(node, (Tensor, np.ndarray)):
             while path in tensors:  # {"a": {"b": tensor}, "a.b": tensor} gives two of them one path
                 path += "'"
@@ -51,11 +59,15 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         if isinstance(node, dict):
             if all(isinstance(key, str) for key in node):
                 return {key: visit(value, f"{path}.{key}") for key, value in node.items()}
+            if strange := [key for key in node if not isinstance(key, PLAIN)]:
+                raise TypeError(f"the key {strange[0]!r} of {path}")
             return {ITEMS: [[key, visit(value, f"{path}.{key}")] for key, value in node.items()]}
         if isinstance(node, tuple):
             return {TUPLE: [visit(value, f"{path}.{k}") for k, value in enumerate(node)]}
         if isinstance(node, list):
             return [visit(value, f"{path}.{k}") for k, value in enumerate(node)]
+        if not isinstance(node, PLAIN):
+            raise TypeError(f"{path}, a {type(node).__name__}")
         return node
 
     return visit(tree, "state"), tensors

@@ -65,7 +65,6 @@ class Planted(nn.Module):
         super().__init__()
         self.kind = kind
         self.inner = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.kind)(x)
@@ -83,15 +82,6 @@ class Planted(nn.Module):
     def island(self, x: Tensor) -> Tensor:
         with hs.fp32_island():
             return self.inner(x.float())
-
-    def kept_norm(self, x: Tensor) -> Tensor:
-        return F.gelu(self.norm(x))
-
-    def cast_norm(self, x: Tensor) -> Tensor:
-        return self.inner(self.norm(x))
-
-    def stray_float(self, x: Tensor) -> Tensor:
-        return F.gelu(self.inner(x).float())
 
     def unaware(self, x: Tensor) -> Tensor:
         return Unaware.apply(x, self.inner.weight)  # type: ignore[no-untyped-call]

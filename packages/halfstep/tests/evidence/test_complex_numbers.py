@@ -22,12 +22,12 @@ def batch_of(**more: Tensor) -> Batch:
 class Spectral(nn.Module):
     """A filter with complex weights, and running phases of its input."""
 
-    def __init__(self, dtype: torch.dtype = torch.complex64, *, phases: bool = False) -> None:
+    def __init__(self, *, phases: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(5, dtype=dtype))
+        self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(5, dtype=torch.complex64))
         self.phases: Tensor
-        self.register_buffer("phases", torch.zeros(5, dtype=dtype))
+        self.register_buffer("phases", torch.zeros(5, dtype=torch.complex64))
         self.has_phases = phases
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def test_a_phase_of_0_by_0_is_named_with_its_line_and_the_change_works(tmp_path:
 
     def loss_fn(batch: Batch) -> Tensor:
         spectrum = torch.fft.rfft(model(0 * batch["x"]) * 0)
-        return (spectrum / spectrum.abs()).real.square().mean()
+        return (spectrum / spectrum.abs()).real.square().mean() + model(batch["x"]).square().mean()
 
     found: Any = replay_fault(tmp_path, model, loss_fn, batch_of())
     assert found.cause == causes.UNDERFLOW, str(found)
@@ -53,10 +53,9 @@ def test_a_phase_of_0_by_0_is_named_with_its_line_and_the_change_works(tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore:not finite before the first step:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("name", ["weight", "phases"])
-def test_a_complex_weight_or_buffer_that_is_not_finite_is_named(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    model = Spectral(dtype)
+def test_a_complex_weight_or_buffer_that_is_not_finite_is_named(tmp_path: Path, name: str) -> None:
+    model = Spectral()
     with torch.no_grad():
         getattr(model, name)[2] = complex(0.0, float("nan"))
 
@@ -68,14 +67,6 @@ def test_a_complex_weight_or_buffer_that_is_not_finite_is_named(tmp_path: Path, 
     assert found.diagnosis.shown == [f"{name} was not finite from the start"]
     assert name in found.remedy.change
     assert found.remedy.works, str(found)
-
-
-@pytest.mark.parametrize("name", ["w", 9 * "w"])  # 8 bytes more in the file's header: one of the two would be unaligned
-def test_complex_state_of_a_capsule_is_aligned_as_torch_expects(tmp_path: Path, name: str) -> None:
-    model = Spectral(torch.complex128)
-    model.register_buffer(name, torch.ones(5, dtype=torch.complex128))
-    capsule = read_capsule(keep_fault(tmp_path, model, lambda b: (0 * model(b["x"])).log().mean(), batch_of()))
-    assert capsule.state[name].data_ptr() % torch.complex128.itemsize == 0
 
 
 def test_a_complex_input_that_is_not_finite_is_named_with_its_sample(tmp_path: Path) -> None:
@@ -118,7 +109,7 @@ def test_the_fp64_run_keeps_imaginary_parts(tmp_path: Path) -> None:
 
 
 def test_a_capsule_holds_complex_numbers_as_they_are(tmp_path: Path) -> None:
-    model, signal = Spectral(torch.complex128), torch.randn(4, 3, dtype=torch.complex128).conj()
+    model, signal = Spectral(), torch.randn(4, 3, dtype=torch.complex64).conj()
     before = model.weight.detach().clone()
     held = read_capsule(
         keep_fault(tmp_path, model, lambda b: model(b["x"]).sum().float() * torch.nan, batch_of(signal=signal))

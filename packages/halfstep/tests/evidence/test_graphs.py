@@ -41,9 +41,9 @@ def test_graphs_tell_modules_formats_and_flops_forward_and_backward() -> None:
 
 def test_what_differs_in_compiled_code_is_named_and_an_island_is_not() -> None:
     differing = compiled_ledger(Net("autocast_off"))
-    assert {finding.module for finding in differing.differences} == {"blocks.1.inner"}
+    assert {finding.module for finding in differing.findings} == {"blocks.1.inner"}
     island = compiled_ledger(Net("island"))
-    assert island.differences == ()
+    assert island.findings == ()
     assert "blocks.1.inner (island)" in island.summary
 
 

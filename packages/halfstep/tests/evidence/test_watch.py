@@ -15,8 +15,6 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.evidence.exponents import BIAS, RowMeasures, SentMeasures
 from halfstep.evidence.forecast import K, Limit, forecast
-from halfstep.evidence.watch import Watch
-from halfstep.formats import FP16
 from replay_stand_in import replays_on_cpu
 
 
@@ -383,15 +381,6 @@ def test_a_step_without_a_watch_says_how_to_get_one() -> None:
         step.watched  # noqa: B018
     with pytest.raises(Exception, match="watch="):
         hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32", watch=-3)
-
-
-def test_rows_know_their_headroom() -> None:
-    _, step = train(5, 8)
-    watch = step.watched
-    assert isinstance(watch, Watch)
-    row = watch.history[-1].rows["first", "activation"]
-    assert row.find_headroom(FP16) == pytest.approx(math.log2(65504) - row.high)
-    assert 0 <= row.find_share_below(FP16) < 0.1
 
 
 @pytest.mark.filterwarnings("ignore:watch:UserWarning")

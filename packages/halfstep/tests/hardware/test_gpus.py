@@ -111,15 +111,6 @@ def test_no_two_rows_share_their_words() -> None:
     assert len({split_words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.kind == "cuda"], ids=lambda gpu: gpu.name)
-def test_native_formats_of_nvidia_follow_the_capability(gpu: object) -> None:
-    hardware = look_up_gpu(gpu.name)  # type: ignore[attr-defined]
-    assert hardware.capability is not None
-    assert (hardware.get_support("bf16") == "native") == (hardware.capability >= (8, 0))
-    assert (hardware.get_support("tf32") == "native") == (hardware.capability >= (8, 0))
-    assert (hardware.get_support("fp8_e4m3") == "native") == (hardware.capability >= (8, 9))
-
-
 def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
     assert look_up_gpu("gtx 1080").find_speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
     assert look_up_gpu("gtx 1080").get_support("fp16") == "emulated"
@@ -142,27 +133,10 @@ def test_small_turing_chips_have_no_tensor_cores() -> None:
         assert look_up_gpu(name).tensor_cores
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("A10", (8, 6)),
-        ("RTX 2050 Laptop", (8, 6)),
-        ("B300", (10, 3)),
-        ("Jetson AGX Orin", (8, 7)),
-    ],
-)
-def test_capabilities_that_a_name_does_not_tell(name: str, capability: tuple[int, int]) -> None:
-    assert look_up_gpu(name).capability == capability
-
-
 def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
     for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
         assert look_up_gpu(name).get_support("fp8_e4m3") == "native"
     assert look_up_gpu("MI300X").get_support("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
-
-
-def test_tpu_says_that_it_was_not_run() -> None:
-    assert any("not run here" in note for note in look_up_gpu("TPU v4").notes)
 
 
 def test_volta_and_older_name_the_torch_build_they_need() -> None:

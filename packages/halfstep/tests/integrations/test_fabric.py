@@ -138,22 +138,6 @@ def test_torch_does_not_warn_of_the_order_of_schedulers(made_from: str, is_follo
     assert scheduler.last_epoch == 3
 
 
-def test_the_end_says_how_many_steps_were_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    script = Script()
-    script.train(2)
-    script.guard.finish()
-    assert "halfstep: none of 2 steps of Fabric dropped\n" in capfd.readouterr().err
-    assert script.guard.num_dropped == 0
-
-
-def test_closing_gives_the_loop_back() -> None:
-    script = Script()
-    script.train(2)
-    script.guard.close()
-    assert not {"backward", "clip_gradients"} & set(vars(script.fabric))
-    assert "step" not in vars(script.optimizer)
-
-
 def test_wrong_use_is_refused() -> None:
     script = Script()
     guard = hs.integrations.lightning.guard
@@ -174,13 +158,6 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="closure"):
         script.optimizer.step(lambda: F.relu(torch.zeros(1)))
     made.close()
-
-
-def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
-    Script()
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
-    assert "guards Fabric: loss, gradients and 3 buffers" in line
-    assert "counters and averages of your loop" in line
 
 
 # --- two ranks ---

@@ -193,14 +193,6 @@ def test_autocast_of_the_trainer_is_refused() -> None:
         training.run()
 
 
-def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
-    Training(HalfstepUpdate("fp32"), num=2).run()
-    line, end = (line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:"))
-    assert "makes the steps of MONAI as an hs.Step (fp32)" in line
-    assert "not guarded: lr schedulers in handlers" in line
-    assert end == "halfstep: none of 2 steps of MONAI dropped"
-
-
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("monai")

@@ -163,22 +163,6 @@ def test_wrong_use_is_refused() -> None:
         script.loss_scaler.follow(torch.nn.Linear(1, 1))
 
 
-def test_the_end_says_how_many_steps_were_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    script = Script()
-    script.train(2)
-    script.train(1, "batch")
-    script.loss_scaler.guard.finish()
-    assert "halfstep: 1 of 3 steps of timm dropped\n" in capfd.readouterr().err
-    assert script.loss_scaler.guard.num_dropped == 1
-
-
-def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
-    Script()
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
-    assert "guards timm: loss, gradients and 3 buffers" in line
-    assert "loss_scaler.follow" in line
-
-
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("timm")

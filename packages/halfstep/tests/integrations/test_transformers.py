@@ -218,13 +218,6 @@ def test_bad_steps_before_the_first_good_one_are_logged_as_nan(tmp_path: Path) -
     assert logged == pytest.approx(losses[2])  # the mean of the good ones, a dropped one counted as the one before it
 
 
-def test_the_end_says_how_many_steps_were_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="step 2 was dropped"):
-        trainer = train(tmp_path, faults={2: "batch"}, steps=4)
-    assert "halfstep: 1 of 4 steps of the transformers Trainer dropped\n" in capsys.readouterr().err
-    assert trainer.num_dropped == 1
-
-
 @pytest.mark.parametrize("schedule", ["read", "exact"])
 def test_checkpoints_are_the_hosts_and_resume(tmp_path: Path, schedule: str) -> None:
     given = {"given": {"save_strategy": "steps", "save_steps": 4}, "steps": 8}
@@ -331,15 +324,6 @@ def test_a_nan_names_the_sample_and_the_module(tmp_path: Path, accumulate: int, 
     found = str(hs.integrations.transformers.replay(trainer, capsule))
     assert "sample 37" in found, found
     assert "fragile" in found, found
-
-
-def test_the_line_says_what_is_guarded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, schedule="exact", steps=1)
-    assert (
-        "halfstep: guards the transformers Trainer: loss, gradients and 3 buffers; AdamW drops a bad step in its "
-        "kernel, without a wait; schedule LambdaLR: exact without a wait; not guarded: state.global_step and "
-        "callbacks, which count dropped steps\n"
-    ) in capsys.readouterr().err
 
 
 # --- captured ---

@@ -70,14 +70,6 @@ def test_rows_that_come_twice_count_as_their_sum_over_a_window_in_fp16() -> None
     assert norm == pytest.approx(full(lambda x: twin(x).square().mean(), window).grad_norm, rel=5e-3)  # fp16's 11 bits
 
 
-def test_an_optimizer_that_takes_no_sparse_gradients_raises_with_the_ones_that_do() -> None:
-    words = nn.Embedding(6, 2, sparse=True)
-    step = hs.Step(words, torch.optim.AdamW(words.parameters(), fused=True), "fp32")
-    with pytest.raises(RuntimeError) as error:
-        step(lambda x: words(x).sum(), [torch.tensor([1])])
-    assert any("SparseAdam" in note for note in error.value.__notes__)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_graph_as_a_sparse_matrix_trains_in_simulated_formats(precision: str) -> None:
     neighbours = (torch.eye(8) + torch.ones(8, 8).tril() / 8).to_sparse()

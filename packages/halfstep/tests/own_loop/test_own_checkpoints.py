@@ -292,16 +292,6 @@ def test_the_state_of_the_scheduler_is_plain(scheduler: str) -> None:
     torch.load(stored, weights_only=True)
 
 
-def test_a_whole_scheduler_is_pickled_as_one_that_follows_nothing() -> None:
-    script = Script("step").guard().train(0, 4)
-    stored = io.BytesIO()
-    torch.save(script.scheduler, stored)
-    stored.seek(0)
-    found = torch.load(stored, weights_only=False)
-    assert type(found) is TORCH.StepLR
-    assert found.last_epoch == 4
-
-
 def test_the_scheduler_stays_exact_after_its_step_is_gone() -> None:
     script = Script("step").guard().train(0, 5)
     script.step = None

@@ -52,30 +52,6 @@ def test_weights_are_bit_equal_after_a_resume_in_the_middle_of_an_epoch(tmp_path
     assert resumed.warnings == []
 
 
-def test_average_scale_and_schedule_continue(tmp_path: Path) -> None:
-    settings = {"precision": hs.Precision("fp16", simulate=True), "ema_decay": 0.9, "scaler": {"growth_interval": 2}}
-
-    def run(steps: int, *, resumes: bool) -> tuple[dict[str, Any], list[float]]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-        schedule = hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
-        step = hs.Step(model, optimizer, schedule=schedule, **settings)
-        if resumes:
-            hs.load(tmp_path / "state", step, model)
-        outcomes = [step(lambda x: model(x).square().mean(), [torch.ones(2, 4)]) for _ in range(steps)]
-        facts = [number for one in outcomes for number in (one.loss, one.lr, one.scale, one.grad_norm)]
-        hs.save(tmp_path / "state", step, model)
-        with step.averaged():
-            return {name: value.clone() for name, value in model.state_dict().items()}, facts
-
-    average, facts = run(8, resumes=False)
-    _, first = run(3, resumes=False)
-    again, second = run(5, resumes=True)
-    assert first + second == facts
-    assert all(torch.equal(average[name], again[name]) for name in average)
-
-
 def test_a_state_in_torchs_own_file_is_loaded_with_weights_only(tmp_path: Path) -> None:
     """As most scripts store it: torch.save and torch.load, which unpickles no arrays by default."""
 
@@ -211,7 +187,7 @@ def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tm
 def test_a_tensor_that_wraps_others_is_refused_instead_of_read_at_address_0(tmp_path: Path) -> None:
     model, step = make()
     model.register_buffer("wrapping", TwoTensor(torch.ones(3), torch.ones(3)))
-    with pytest.raises(CheckpointError, match="cannot store .* a TwoTensor has no memory of its own"):
+    with pytest.raises(CheckpointError, match="cannot store a TwoTensor, which has no memory of its own"):
         hs.save(tmp_path / "state", step, model)
     assert not (tmp_path / "state").exists()
 
@@ -423,22 +399,21 @@ def test_another_optimizer_and_another_average_are_refused_before_anything_chang
 
 
 @pytest.mark.parametrize(
-    ("extra", "place", "why"),
+    ("extra", "what"),
     [
-        ({"args": object()}, "args", "it is a object"),
-        ({"log": [1, {"x": {1, 2}}]}, r"log\[1\]\['x'\]", "it is a set"),
-        ({"best": np.float32(1)}, "best", "it is a float32"),
-        ({"by": {(1, 2): 3}}, r"the key \(1, 2\) of by", "keys are strings or numbers"),
-        ({"names": np.array(["a"])}, "names", "an array of dtype"),
-        ({"matrix": torch.eye(2).to_sparse()}, "matrix", "layout torch.sparse_coo"),
+        ({"args": object()}, "state.extra.args, a object"),
+        ({"log": [1, {"x": {1, 2}}]}, "state.extra.log.1.x, a set"),
+        ({"best": np.float32(1)}, "state.extra.best, a float32"),
+        ({"by": {(1, 2): 3}}, r"the key \(1, 2\) of state.extra.by"),
+        ({"names": np.array(["a"])}, "state.extra.names, an array of dtype <U1"),
+        ({"matrix": torch.eye(2).to_sparse()}, "state.extra.matrix, a tensor of layout torch.sparse_coo"),
     ],
 )
-def test_extra_that_cannot_be_stored_is_named(stored: Path, extra: dict[str, Any], place: str, why: str) -> None:
+def test_extra_that_cannot_be_stored_is_named(stored: Path, extra: dict[str, Any], what: str) -> None:
     model, step = make()
     before = stored.read_bytes()
-    with pytest.raises(CheckpointError, match=f"hs.save cannot store {place}") as caught:
+    with pytest.raises(CheckpointError, match=f"hs.save cannot store {what}"):
         hs.save(stored, step, model, **extra)
-    assert why in caught.value.why
     assert stored.read_bytes() == before
 
 

@@ -7,7 +7,6 @@ rounded to half for the product with V, fp32 accumulation, one rounding at the e
 from __future__ import annotations
 
 import math
-import platform
 from contextlib import AbstractContextManager
 
 import pytest
@@ -26,43 +25,12 @@ MEAN_MAGNITUDE = math.sqrt(2 / math.pi)
 
 formats = pytest.mark.parametrize("format", HALF)
 maybe_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-# Other CPUs (AVX2, AVX-512, SVE) and torch 2.11 have other polynomials, which are not written down here.
-has_neon_exp = pytest.mark.skipif(
-    platform.machine() not in ("aarch64", "arm64")
-    or torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-    or torch.torch_version.TorchVersion(torch.__version__) < "2.13",
-    reason="needs the NEON build's exp, another one is in use here: bit-closeness to CPU flash was NOT tested",
-)
 
 
 def draw(dtype: torch.dtype, num_keys: int = 64) -> list[Tensor]:
     """Query, key and value. A multiple of 4 keys: the CPU kernel takes an exact exp for what is left over."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(4, 4, num_keys, 32, generator=generator).to(dtype) for _ in range(3)]
-
-
-def neon_exp(x: Tensor) -> Tensor:
-    """The CPU kernel's exp, `fexp_u20` of ATen's NEON vectors: 2^n (1 + r + r^2 (c2 + c3 r)), r = x - n ln 2.
-
-    Its cubic is off by up to 1e-4, an ulp of fp16, because the result is rounded to half anyway.
-    """
-    c2, c3 = float.fromhex("0x1.017d34p-1"), float.fromhex("0x1.5592ecp-3")
-    n = torch.round(x / math.log(2)).clamp(min=-126)
-    r = (x.double() - n * math.log(2)).clamp(min=-1.0)  # masked scores are -inf; their weight is set to zero below
-    power = ((1 + r + r.square() * (c2 + c3 * r)) * 2.0 ** n.double()).float()
-    return power.masked_fill(x < -87.6, 0.0)
-
-
-@has_neon_exp
-@formats
-@maybe_causal
-def test_given_its_exp_the_simulation_equals_the_native_flash_kernel(format: str, is_causal: bool) -> None:
-    q, k, v = draw(HALF[format])
-    ours, _ = compute_flash_attention(q, k, v, is_causal=is_causal, exp=neon_exp)
-    with without_onednn():
-        native = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    assert share_off(ours, native) <= 0.01
-    assert ulps_apart(ours, native, find_format(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
 
 
 @formats

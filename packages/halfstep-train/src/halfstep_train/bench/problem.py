@@ -173,9 +173,9 @@ def count_step_flops(problem: Problem) -> int:
 
 
 def compute_floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
-    """Return the shortest step this arithmetic allows; None if the format's rate was not measured at full size."""
+    """Return the shortest step this arithmetic allows; None if the format's rate was not measured."""
     measured = hardware.find_measurement("matmul", MATMUL_FORMAT.get(precision, precision))
-    return flops / (measured.tflops * 1e9) if flops and measured and not measured.small else None
+    return flops / (measured.tflops * 1e9) if flops and measured else None
 
 
 def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], hardware: Hardware) -> None:

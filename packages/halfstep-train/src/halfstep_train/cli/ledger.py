@@ -59,5 +59,5 @@ def command(
         typer.echo(json.dumps(to_document(found), indent=1))
     else:
         typer.echo("\n\n".join(map(str, found)))
-    if strict and any(one.differences for one in found):
+    if strict and any(one.findings for one in found):
         raise typer.Exit(1)

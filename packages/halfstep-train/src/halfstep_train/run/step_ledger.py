@@ -1,7 +1,7 @@
 """Record the ledger of a run: observe the first step in each mode it reaches, then steps at regular intervals.
 
 Eager and compiled code are observed in an extra step whose effects are undone. For a captured step the profiler records
-a replay, which is a step of the run, and an extra uncaptured step of the same code, which shows the kernels' modules.
+the kernels of a replay, which is a step of the run.
 """
 
 from __future__ import annotations
@@ -17,29 +17,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from halfstep.disk import write_atomically
 from halfstep.errors import summarise_error
-from halfstep.evidence.captured_ledger import (
-    COMPUTING,
-    LocatedKernel,
-    Modules,
-    find_node_owners,
-    locate_kernels,
-    make_captured_ledger,
-    match_replay,
-)
-from halfstep.evidence.compiled_code import (
-    CompiledCode,
-    GraphRecorder,
-    NodeRecorder,
-    count_graphs,
-    list_module_names,
-    read_graphs,
-)
-from halfstep.evidence.kernel_events import Event, Kernel, split_replays
-from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after, watch_step
+from halfstep.evidence.compiled_code import GraphRecorder, count_graphs, read_graphs
+from halfstep.evidence.kernel_events import Event, make_captured_ledger, split_replays
+from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after
 from halfstep.step.step import LossFn
 from halfstep_train.kernels.fast_forms import allow_chains
 from halfstep_train.run.assemble import Assembly
@@ -74,21 +58,14 @@ def observe_ledgers(
         prepared = split_window(prepare_window(parts, window), own.pieces)
         # On a GPU in a fresh thread: cuDNN keeps its choice of algorithms per thread, and this is not a step.
         work = partial(_observe_one, parts, own, prepared, phase)
-        ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        ledgers = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
         if phase in replayed:
-            # A replay shows kernels without modules; the uncaptured step has both.
-            kernels = match_replay(replayed[phase], observe_uncaptured(own, prepared))
-            found.append(
-                make_captured_ledger(
-                    parts.plan, kernels, ledgers[-1], own.guarded.model, islands, get_modules(parts.workload.frozen),
-                    mode=_name_mode("captured", phase),
-                )
-            )  # fmt: skip
+            found.append(make_captured_ledger(ledgers[-1], replayed[phase], _name_mode("captured", phase)))
     return found
 
 
-def _find_replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Kernel]]:
+def _find_replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Event]]:
     """Return the kernels of each replayed phase; they come in the order of the phases."""
     iteration = parts.step.attempted - 1
     due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
@@ -100,24 +77,23 @@ def _name_mode(mode: str, phase: str) -> str:
     return f"{mode}, {phase}" if phase else mode
 
 
-def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: str) -> tuple[list[Ledger], set[str]]:
-    """Return the ledgers of one engine's code, and the modules that have islands."""
+def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: str) -> list[Ledger]:
+    """Return the ledgers of one engine's code."""
     step, frozen = engine.guarded, get_modules(parts.workload.frozen)
     observer, weights = observe(step, drop_outputs(engine.parts.eager), prepared, frozen)
     weights.states = Weights.collect(step.model, step.optimizers).states  # as they are after the commit
     to_ledger = partial(
         make_ledger, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )
-    islands = {product.module for product in observer.seen.calls if product.is_island}
     eager = to_ledger(observer, mode=_name_mode("eager", phase))
     if engine.mode == "eager" or parts.workload.blocks:
-        return [eager], islands  # blocks are compiled once to save minutes, which tracing the whole model would cost
+        return [eager]  # blocks are compiled once to save minutes, which tracing the whole model would cost
     recorder = GraphRecorder()
     with undo_after(step), allow_chains(on=False), silence_compiler():
         step.compute(drop_outputs(recorder.compile(engine.parts.eager)), prepared)
     seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
     notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
-    return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)], islands
+    return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)]
 
 
 def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
@@ -126,10 +102,7 @@ def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
     if num_graphs > 1:
         notes.append(f"{num_graphs - 1} graph breaks: code between the graphs appears only in the eager rows")
     if engine.mode == "graph":
-        notes.append(
-            "layers that run as chains of halfstep's kernels are shown as torch's layers here; "
-            "the captured rows show their kernels"
-        )
+        notes.append("layers that run as chains of halfstep's kernels are shown as torch's layers")
     return notes
 
 
@@ -159,7 +132,7 @@ def to_document(ledgers: list[Ledger]) -> dict[str, Any]:
         "summary": summary,
         "rows": [row for one in each for row in one["rows"]],
         "findings": [{"mode": one["mode"], **found} for one in each for found in one["findings"]],
-        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes", "unmapped_share")} for one in each],
+        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes")} for one in each],
         "kernels": [{"mode": one["mode"], **kernel} for one in each for kernel in one["kernels"]],
     }
 
@@ -202,14 +175,15 @@ class RunLedger:
 
     def _keep(self, found: list[Ledger]) -> None:
         """Store ledgers, print new modes and new differences, and write report/ledger.json."""
-        known = {finding for ledger in self.seen.values() for finding in ledger.differences}
+        known = {finding for ledger in self.seen.values() for finding in ledger.findings}
         for ledger in found:
             is_new = ledger.mode not in self.seen
             self.seen[ledger.mode] = ledger
             if is_new:
                 self.notice(f"ledger, {ledger.mode}: {ledger.summary}", "info")
-            for finding in ledger.differences:
+            for finding in ledger.findings:
                 if finding not in known:
+                    known.add(finding)
                     self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
         if self.writes:
             write_atomically(self.file, json.dumps(to_document(list(self.seen.values())), indent=1) + "\n")
@@ -240,51 +214,3 @@ class Recording:
             self.profiler.export_chrome_trace(str(file))
             events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
             return events
-
-
-def observe_uncaptured(engine: Engine, prepared: list[Batch]) -> list[LocatedKernel]:
-    """Return the kernels of one uncaptured step of the captured code, each with its modules. The step is undone.
-
-    Runs in the run's own threads: cuDNN keeps its choice of algorithms per thread, and these hold the captured ones.
-    """
-    step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
-    with undo_after(step), watch_step(step, lambda: record_function(COMPUTING)), recording:
-        step.compute(_note_owners(engine, owners), prepared)
-    return locate_kernels(
-        recording.events(), owners, CompiledCode(_read_generated_code(), _trace_nodes(engine, prepared))
-    )
-
-
-def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
-    loss_fn = engine.make_loss([])
-
-    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
-        value, weight = loss_fn(batch)
-        owners.update(find_node_owners(value, engine.guarded.model))
-        return value, weight
-
-    return loss
-
-
-def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
-    """Trace the region again to find out which module each node of the compiled graphs belongs to."""
-    step = engine.guarded
-    recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
-    region = recorder.trace(engine.parts.eager)
-
-    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
-        with allow_chains(on=True):
-            value, weight, _ = region(batch)
-        return value, weight
-
-    with undo_after(step), silence_compiler():
-        step.compute(loss, prepared)
-    return recorder.graphs
-
-
-def _read_generated_code() -> list[str]:
-    """Return the source of all code that inductor has generated in this process."""
-    from torch._inductor.codecache import PyCodeCache
-
-    files = (getattr(module, "__file__", None) for module in PyCodeCache.modules if hasattr(module, "call"))
-    return [Path(file).read_text(encoding="utf-8") for file in files if file is not None and Path(file).is_file()]

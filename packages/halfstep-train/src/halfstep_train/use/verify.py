@@ -75,7 +75,7 @@ def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> 
 
 def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
     ledgers = observe_ledgers(parts, engine, window)
-    differing = [finding for ledger in ledgers for finding in ledger.differences]
+    differing = [finding for ledger in ledgers for finding in ledger.findings]
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
     if differing:
         text += f" ({differing[0].module}: {differing[0].what})"

@@ -10,19 +10,15 @@ When the host learns of a bad step, later ones may have committed: `commits_afte
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
 import math
 import platform
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep import __version__
@@ -31,11 +27,10 @@ from halfstep.errors import CheckpointError, format_count
 from halfstep.evidence.capsule_folder import ABOUT, CONFIG, find_capsule
 from halfstep.evidence.capsule_folder import list_capsules as list_capsules  # part of this module's interface
 from halfstep.state_files import MALFORMED, measure_file, pack, unpack, write_files
+from halfstep.tensor_files import TensorFile
 
 VERSION = 1
 BATCHES, STATE = "batches.safetensors", "state.safetensors"
-COMPLEX = " (complex)"
-"""Suffix of the name of a tensor that is stored as pairs of real numbers."""
 MOST_BYTES = 4 << 30
 """Weights above this are not copied into a capsule."""
 
@@ -89,23 +84,6 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in collect_state(model).items()}
 
 
-def fingerprint_code(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of the source of each class in the model, except torch's own and those without a source."""
-    found = dict[str, int]()
-    for kind in {type(module) for module in model.modules()}:
-        with contextlib.suppress(OSError, TypeError):
-            if kind.__module__.partition(".")[0] != "torch":
-                source = inspect.getsource(kind).encode()
-                found[f"{kind.__module__}.{kind.__qualname__}"] = zlib.crc32(source)
-    return found
-
-
-def find_changed_code(capsule: Capsule, model: nn.Module) -> list[str]:
-    """Return the classes whose source differs from that of the recorded step."""
-    then = capsule.about.get("code", {})
-    return sorted(name for name, code in fingerprint_code(model).items() if then.get(name, code) != code)
-
-
 def count_state_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in collect_state(model).values())
 
@@ -120,10 +98,10 @@ def write_capsule(
     config: str = "",
 ) -> Path:
     """Write the capsule atomically; only that of a run, which has a config, replaces another one."""
-    packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    contents: dict[str, Any] = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
     try:
+        packed, tensors = pack({"window": list(window), "rng": dict(rng)})
+        contents: dict[str, Any] = {BATCHES: tensors, STATE: state, CONFIG: config}
         with open_atomic_folder(path, replaces=bool(config)) as hidden:
             files = write_files(hidden, {name: held for name, held in contents.items() if held or name == BATCHES})
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
@@ -160,8 +138,8 @@ def read_capsule(path: Path) -> Capsule:
                 raise ValueError(f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written")
             if found != expected:
                 raise ValueError(f"{name} was changed after it was written")
-        content = unpack(packed, _load(path / BATCHES))
-        state = _load(path / STATE) if STATE in files else {}
+        content = unpack(packed, TensorFile(path / BATCHES))
+        state = dict(TensorFile(path / STATE)) if STATE in files else {}
     except MALFORMED as error:
         raise _make_damaged_error(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
@@ -174,21 +152,6 @@ def to_strict_json(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {str(key): to_strict_json(value) for key, value in tree.items()}
     return [to_strict_json(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-def _split_complex(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return complex tensors as pairs of real numbers: safetensors does not know every complex format."""
-    is_pair = {name for name, tensor in tensors.items() if tensor.is_complex()}
-    return {f"{n}{COMPLEX}" if n in is_pair else n: torch.view_as_real(t.detach().resolve_conj()) if n in is_pair else t
-            for n, t in tensors.items()}  # fmt: skip
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    # load_file maps the file, where a pair may begin at half of its width: torch's vector code would crash there.
-    return {
-        name.removesuffix(COMPLEX): torch.view_as_complex(tensor.clone()) if name.endswith(COMPLEX) else tensor
-        for name, tensor in load_file(path).items()
-    }
 
 
 def _make_damaged_error(path: Path, what: str) -> CheckpointError:

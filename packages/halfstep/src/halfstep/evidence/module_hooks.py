@@ -8,7 +8,7 @@ and softmax and casts to fp8 inside a module. All of them only read, so an obser
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,13 +44,11 @@ class ModuleHooks:
     @contextmanager
     def observe(self) -> Iterator[None]:
         """Observe the forward passes that run inside, and later their backward passes."""
-        with ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(_Calls(self))
+        with (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            _Calls(self),
+        ):
             yield
         self._stack.clear()
 

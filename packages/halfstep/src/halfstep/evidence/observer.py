@@ -7,7 +7,6 @@ was requested. It changes no operand and no result.
 - A backward operation belongs to the module whose forward created its autograd node. Nodes are numbered as they are
   created, so the number that was current when a forward operation ran leads back to its module.
 - Recomputed forward passes run inside a backward node; they belong to the module that the hooks report there.
-- Torch functions distinguish a `.float()` in the user's code from a cast by autocast.
 
 Compiled code is not seen this way: under a dispatch mode torch.compile steps aside (compiled_code.py reads its graphs).
 """
@@ -16,37 +15,27 @@ from __future__ import annotations
 
 import bisect
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.evidence.ranges import FOREIGN
 from halfstep.islands import is_on_island
-from halfstep.our_code import LIBRARY
-from halfstep.precision.apply import UPCAST_BY_AUTOCAST
 from halfstep.precision.plan import ROOT
 
 OUTSIDE = "(outside the model)"
 Direction = Literal["forward", "backward"]
-EXPLICIT_CASTS = {Tensor.float, Tensor.to, Tensor.type, Tensor.double}
-BY_PLAN = str(LIBRARY / "precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +62,6 @@ class Cast:
     target: str
 
 
-@dataclass(frozen=True, slots=True)
-class Upcast:
-    """Casts from half to fp32 written in the user's code, with their line."""
-
-    module: str
-    line: str
-
-
 @dataclass(slots=True)
 class Seen:
     """What was observed in one or several steps."""
@@ -92,9 +73,6 @@ class Seen:
     cast_bytes: Counter[Cast] = field(default_factory=Counter)
     kept: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes kept for backward by module and format; weights do not count."""
-    norms_kept: Counter[str] = field(default_factory=Counter)
-    """Bytes of fp32 outputs of normalisations that are kept for backward."""
-    upcasts: Counter[Upcast] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,30 +99,23 @@ class Observer:
             p.untyped_storage().data_ptr() for m in self.names for p in nn.Module.parameters(m, recurse=False)
         }
         self.seen = Seen()
-        self.explicit_cast_line = ""
         self._stack: list[_Entered] = []
         self._thread = 0
         self._numbers: list[int] = []
         self._places: list[_Location] = []
         self._kept: set[int] = set()
-        self._norm_outputs: dict[int, tuple[StorageWeakRef, str]] = {}
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Observe the operations that run inside."""
         self._thread = threading.get_ident()
         self._kept.clear()  # of the previous micro-batch, whose memory now holds other tensors
-        self._norm_outputs.clear()
-        with ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
-            # The function mode sees calls above autograd, the dispatch mode kernels below it.
-            stack.enter_context(_Functions(self))
-            stack.enter_context(_Operations(self))
+        with (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept),
+            _Operations(self),
+        ):
             yield
         self._stack.clear()
 
@@ -157,13 +128,8 @@ class Observer:
         self._stack.append(_Entered(self.names.get(module, enclosing), _get_number(_get_node())))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        left = self._stack.pop() if self._stack else None
-        if left is not None and isinstance(module, UPCAST_BY_AUTOCAST):
-            for tensor in iterate_floating(output):
-                # By storage address, since a saved tensor may be a view of the output. The weak reference shows later
-                # whether the memory is still that tensor's.
-                storage = tensor.untyped_storage()
-                self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
+        if self._stack:
+            self._stack.pop()
 
     def locate(self) -> tuple[_Location, Direction, str]:
         """Return module, direction, and the custom autograd Function that runs."""
@@ -212,17 +178,13 @@ class Observer:
             self.seen.flops[found] += flops
 
     def record_cast(self, source: Tensor, result: Tensor) -> None:
-        """Record a change of format between floating-point tensors, and its line if the user wrote the cast."""
+        """Record a change of format between floating-point tensors."""
         if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
             return
         place, direction, _ = self.locate()
         found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
         self.seen.casts[found] += 1
         self.seen.cast_bytes[found] += result.nbytes
-        # The function mode sets explicit_cast_line while a cast of the user runs; casts of autocast leave it empty.
-        is_up = source.dtype.itemsize == 2 and result.dtype == torch.float32
-        if is_up and self.explicit_cast_line and direction == "forward" and not place.is_island:
-            self.seen.upcasts[Upcast(place.module, self.explicit_cast_line)] += result.nbytes
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -231,9 +193,6 @@ class Observer:
             self._kept.add(address)
             place, _, _ = self.locate()
             self.seen.kept[place.module, name_format(tensor.dtype)] += storage.nbytes()
-            reference, norm = self._norm_outputs.get(address, (None, ""))
-            if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
-                self.seen.norms_kept[norm] += storage.nbytes()
         # Detached: a node that saves its own output forms a reference cycle that the garbage collector cannot see.
         # Without a backward pass the graph would stay alive, its gradients tied to this stream, and no later step could
         # be captured.
@@ -256,37 +215,6 @@ class _Operations(TorchDispatchMode):
         else:
             self.observer.locate()  # notes the nodes of operations that are not counted
         return result
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self.observer = observer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in EXPLICIT_CASTS:
-            return func(*args, **(kwargs or {}))
-        self.observer.explicit_cast_line = _find_calling_line()
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.observer.explicit_cast_line = ""
-
-
-def _find_calling_line() -> str:
-    """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; empty if the plan casts."""
-    # Two frames up: this function and `__torch_function__` are not of interest.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(BY_PLAN):
-            return ""
-        if not path.startswith(FOREIGN):
-            return f"{Path(path).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _get_node() -> Any:

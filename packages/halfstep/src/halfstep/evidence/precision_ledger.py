@@ -1,7 +1,6 @@
 """The ledger: the formats that a step really computed in, one row per module, compared with the plan.
 
-`observe` runs one step under an `Observer` and undoes it; `make_ledger` compares what was seen with the plan. A finding
-either contradicts the plan (`differs`) or only costs memory or time (`costs`).
+`observe` runs one step under an `Observer` and undoes it; `make_ledger` compares what was seen with the plan.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -43,8 +42,6 @@ class LedgerRow:
     forward: str = "-"
     backward: str = "-"
     flops_share: float = 0.0
-    time_share: float = 0.0
-    """Share of a captured step's device time; a kernel of several modules counts for each in equal parts."""
     casts: int = 0
     cast_bytes: int = 0
     kept: str = "-"
@@ -58,16 +55,12 @@ class LedgerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRow:
-    """One kernel of a captured step, and all modules that it works for."""
+    """One kernel of a captured step."""
 
     name: str
-    modules: tuple[str, ...]
-    """Empty where no launch of the uncaptured step matches."""
-    direction: str
-    format: str
-    """Format of the operands of matmuls, convolutions and attention; for other kernels it is unknown."""
     calls: int
     time_share: float
+    """Share of the step's device time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,15 +74,7 @@ class Ledger:
     notes: tuple[str, ...] = ()
     step: int | None = None
     kernels: tuple[KernelRow, ...] = ()
-    """Kernels of a captured step, the longest first, including those of no known module."""
-
-    @property
-    def unmapped_share(self) -> float:
-        return sum(row.time_share for row in self.kernels if not row.modules)
-
-    @property
-    def differences(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.level == "differs")
+    """Kernels of a captured step, the longest first."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -99,7 +84,6 @@ class Ledger:
             "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "notes": list(self.notes),
-            "unmapped_share": self.unmapped_share,
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
         }
 
@@ -190,7 +174,7 @@ def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence
 
 def _judge_module(module: str, expected: Expected, seen: Seen, finding: Finding | None) -> str:
     if finding is not None:
-        return f"{finding.level}: {finding.what}"
+        return f"differs: {finding.what}"
     if module == OUTSIDE:
         return "not in the plan"
     kinds = {_classify_product(expected, product) for product in seen.calls if product.module == module}
@@ -228,7 +212,7 @@ def summarise(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
         parts.append(f"{format_percent(flops / total)} {of}{name}{apart}")
     unknown = sorted({p.operation for p in seen.calls if not seen.flops[p]})
     parts += [f"of unknown cost: {', '.join(unknown)}"] if unknown else []
-    num = sum(finding.level == "differs" for finding in found)
+    num = len(found)
     verdict = f"{num} differ{'s' if num == 1 else ''} from the plan" if num else "all as planned"
     return f"{'; '.join(parts)}; {verdict}"
 
@@ -264,25 +248,17 @@ def format_percent(share: float) -> str:
 
 def render_ledger(ledger: Ledger) -> str:
     """Render the summary, the rows with most FLOPs and those that differ, then what differs and how to fix it."""
-    # Rows with a finding first, then by share of FLOPs or time.
-    by_weight = sorted(
-        ledger.rows,
-        key=lambda row: (not row.verdict.startswith(("differs", "costs")), -max(row.flops_share, row.time_share)),
-    )
-    is_busy = {row.module for row in ledger.rows if row.flops_share or row.time_share or row.verdict != "as planned"}
+    # Rows with a finding first, then by share of FLOPs.
+    by_weight = sorted(ledger.rows, key=lambda row: (not row.verdict.startswith("differs"), -row.flops_share))
+    is_busy = {row.module for row in ledger.rows if row.flops_share or row.verdict != "as planned"}
     chosen = {row.module for row in by_weight[:MOST_ROWS]} & is_busy
     rows = [row for row in ledger.rows if row.module in chosen]
-    titles: tuple[str, ...] = (
-        "module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state",
-    )  # fmt: skip
-    body: list[tuple[str, ...]] = [
+    titles = ("module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state")
+    body = [
         (r.module, r.planned, r.forward, r.backward, format_percent(r.flops_share), str(r.casts or "-"), r.kept,
          r.weights, r.gradients, r.optimizer_state)
         for r in rows
     ]  # fmt: skip
-    if ledger.kernels:
-        titles = (*titles, "time")
-        body = [(*cells, format_percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
     more = (
         [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
@@ -292,34 +268,25 @@ def render_ledger(ledger: Ledger) -> str:
 
 
 def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
-    """Render the kernels that take most of the time, and the longest of those without a module."""
-    known, unmapped = ([k for k in kernels if bool(k.modules) is is_known] for is_known in (True, False))
-    shown = [*known[:MOST_KERNELS], *unmapped[:MOST_ALIKE]]
-    body = [
-        (k.name[:60], ", ".join(k.modules[:4]) + (f" and {len(k.modules) - 4} more" if len(k.modules) > 4 else "")
-         or "not mapped", k.direction, k.format or "-", str(k.calls), format_percent(k.time_share))
-        for k in shown
-    ]  # fmt: skip
-    return ["", *align_columns([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
+    """Render the kernels that take most of the time."""
+    body = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in kernels[:MOST_KERNELS]]
+    return ["", *align_columns([("kernel", "calls", "time"), *body])] if body else []
 
 
 def _render_findings(found: Sequence[Finding]) -> list[str]:
     """Render findings with the same reason together, such as those of forty norms."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
-        groups.setdefault((finding.level, finding.why, finding.fix), []).append(finding)
+        groups.setdefault((finding.why, finding.fix), []).append(finding)
     lines = []
-    for (level, why, fix), group in groups.items():
-        lines += ["", *(f"{level} {finding.module}: {finding.what}" for finding in group[:MOST_ALIKE])]
+    for (why, fix), group in groups.items():
+        lines += ["", *(f"differs {finding.module}: {finding.what}" for finding in group[:MOST_ALIKE])]
         lines += [f"    and {len(group) - MOST_ALIKE} more modules likewise"] if len(group) > MOST_ALIKE else []
         lines += [f"    why: {why}", f"    fix: {fix}"]
     return lines
 
 
 # --- findings: where the step differs from the plan ---
-
-
-Level = Literal["differs", "costs"]
 
 
 class Expected:
@@ -348,24 +315,21 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One difference: `differs` contradicts the plan, `costs` is memory or time that the plan does not determine."""
+    """One difference from the plan."""
 
     module: str
     what: str
     why: str
     fix: str
-    level: Level = "differs"
 
 
 def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
-    """Return findings, the worst first: compute formats, then weights and statistics, then what only costs time or
-    memory."""
+    """Return findings, the worst first: compute formats, then weights and statistics."""
     expected = Expected(plan)
     modules = {name or ROOT: module for name, module in model.named_modules()}
     for part, module in frozen.items():
         modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
-    found = [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
-    return [*found, *_check_upcasts(expected, seen), *_check_norms(expected, seen)]
+    return [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
 
 
 def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
@@ -452,37 +416,6 @@ def _check_statistics(modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
                 why="a running statistic in half stops moving: its updates are below half a unit in the last place",
                 fix=f"model.get_submodule({name!r}).float()",
             )
-
-
-def _check_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
-    for upcast, size in seen.upcasts.items():
-        if upcast.module != OUTSIDE and expected.find_compute(upcast.module) in HALF:
-            yield Finding(
-                module=upcast.module,
-                what=f"explicit cast to fp32 at {upcast.line}, {size:,} bytes",
-                why="the operations after it, up to the next matmul, run in fp32 and store fp32 activations",
-                fix="remove .float() (.to(torch.float32)), or mark it as intended: with hs.fp32_island()",
-                level="costs",
-            )
-
-
-def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
-    """Check normalisations that return fp32 under autocast: harmless before a matmul, which casts, but twice the memory
-    elsewhere."""
-    for module, size in seen.norms_kept.items():
-        if expected.plan.compute in (*HALF, "fp8") and not _is_in_fp32(expected, module):
-            yield Finding(
-                module=module,
-                what=f"its fp32 output is kept for backward, {size:,} bytes",
-                why="autocast returns normalisations in fp32, and what reads it next keeps it as it is",
-                fix="cast it where it is used: norm(x).to(x.dtype), or fuse it with what follows",
-                level="costs",
-            )
-
-
-def _is_in_fp32(expected: Expected, norm: str) -> bool:
-    """True if the enclosing module is declared fp32; the norm's own row is always fp32."""
-    return expected.find_compute(norm.rpartition(".")[0] or ROOT) == "fp32"
 
 
 # --- a step on the side: computed, observed and undone ---

@@ -202,7 +202,6 @@ class Recorder:
             "start": self._start,
             "not_finite": find_non_finite(capsule.collect_state(self.model)) + self._list_bad_averages(),
             "layout": list_shapes(self.model),
-            "code": capsule.fingerprint_code(self.model),
             "update": record_update(self._get_step(phase), self.model),
             **({"watch": self.watches[phase].to_json()} if phase in self.watches else {}),
             **self.context.describe_share(reading),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.evidence.attempts import Attempt, Subject
-from halfstep.evidence.capsule import Capsule, find_changed_code, to_strict_json
+from halfstep.evidence.capsule import Capsule, to_strict_json
 from halfstep.evidence.causes import Diagnosis, diagnose
 from halfstep.evidence.ranges import ROOT, Operation, Range, group_by_module
 from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
@@ -26,8 +26,6 @@ class Replayed:
     tried: list[Remedy]
     format: str
     """The format that the step computed in."""
-    changed: list[str]
-    """Classes of the model whose source has changed since."""
     behind: Replayed | None = None
     """Another fault, which appears once this one is fixed."""
 
@@ -70,7 +68,6 @@ class Replayed:
         about = self.capsule.about
         place = f" of {about['phase']}" if about.get("phase") else ""
         inexact = [self.capsule.inexact] if self.capsule.inexact else []
-        inexact += [f"the code of {name} has changed since: this is not the step as it was" for name in self.changed]
         before = describe_growth(about.get("watch"), self.module)
         return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, *before, "", *self._format_answer()]
 
@@ -99,7 +96,6 @@ class Replayed:
             "step": self.capsule.step,
             "reason": self.capsule.about["reason"],
             "inexact": self.capsule.inexact,
-            "changed_code": self.changed,
             "before": describe_growth(self.capsule.about.get("watch"), self.module),
             "cause": self.cause,
             "shown": self.diagnosis.shown,
@@ -138,7 +134,6 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
         diagnosis=found,
         tried=tried,
         format=subject.plan.compute,
-        changed=find_changed_code(capsule, subject.model),
         behind=behind,
     )
 

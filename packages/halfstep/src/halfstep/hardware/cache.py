@@ -13,7 +13,7 @@ from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import CheckpointError
 from halfstep.hardware.device_facts import Hardware
 
-VERSION = 3
+VERSION = 4
 """Increased when the measurements or their notes change: older files are then ignored."""
 
 

@@ -8,8 +8,6 @@ from halfstep.errors import format_bytes
 from halfstep.formats import FORMATS
 from halfstep.hardware.device_facts import Hardware, Measurement, Op
 
-SMALL_MARK = "*"
-"""Marks a rate measured on the small problem; a note gives fp32's rate on that one."""
 OP_NAMES: dict[Op, str] = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
 
 
@@ -48,7 +46,7 @@ def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:
     unit, per_tflops = _choose_unit(hardware.measurements)  # one unit for the whole table
 
     def rates(op: Op) -> list[str]:
-        return _make_cells(hardware, op, lambda m: _format_number(m.tflops * per_tflops) + SMALL_MARK * m.small)
+        return _make_cells(hardware, op, lambda m: _format_number(m.tflops * per_tflops))
 
     def speedups(op: Op) -> list[str]:
         return _make_cells(hardware, op, lambda m: format_speedup(m.speedup))
@@ -82,12 +80,6 @@ def _format_number(value: float | None) -> str:
 def format_speedup(speedup: float) -> str:
     """Return `2.0`, or `1/199` for a slowdown of more than ten times."""
     return f"{speedup:.1f}" if speedup >= 0.1 else f"1/{1 / speedup:.0f}"
-
-
-def format_rate(tflops: float, measurements: Sequence[Measurement]) -> str:
-    """Return `31.2 GFLOPS`, in the unit of the table of these measurements."""
-    unit, per_tflops = _choose_unit(measurements)
-    return f"{_format_number(tflops * per_tflops)} {unit}"
 
 
 def _choose_unit(measurements: Sequence[Measurement]) -> tuple[str, float]:

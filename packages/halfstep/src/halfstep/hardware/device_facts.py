@@ -28,8 +28,6 @@ class Measurement:
     """Relative Frobenius distance to the fp64 result."""
     speedup: float
     """Relative to strict fp32, same operation and size."""
-    small: bool = False
-    """Timed on the small problem only, because the full one takes too long: not comparable with full rates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +67,6 @@ class Hardware:
     def find_measurement(self, op: Op, format_name: str) -> Measurement | None:
         """Return the measurement of this operation in this format, if there is one."""
         return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
-
-    def find_best_measurement(self, format_name: str) -> Measurement | None:
-        """Return the operation that gains most from this format, if any was measured."""
-        of_format = [m for m in self.measurements if m.format == format_name]
-        return max(of_format, key=lambda m: m.speedup, default=None)
 
     def find_speedup(self, format_name: str) -> float | None:
         """Return the speedup over strict fp32: measured, else from published rates, else None.

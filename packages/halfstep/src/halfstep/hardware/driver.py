@@ -169,6 +169,8 @@ class Driver:
         if warm_up > TOO_LONG_S:
             return warm_up
         once = self._sample(run, device, 1)  # warm: decides how many runs make one sample
+        if once > CPU_SAMPLING_S:  # more runs of it would use up the time of other formats
+            return once
         repeats = min(50, max(1, round(SAMPLE_S / max(once, 1e-6))))
         if device != "cpu":
             return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))

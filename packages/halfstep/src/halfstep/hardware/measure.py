@@ -1,7 +1,7 @@
 """Measure speed and error of each format on a device of this machine, within a few seconds.
 
-Every format starts on a small problem, whose time shows whether the full one fits the budget. If it does not (bf16 on a
-CPU without it is 100 times slower than fp32) the small one is the measurement, and a note reports it.
+An operation that takes more than 0.1 s is run once or twice, so that a slow format (bf16 on a CPU without it is 100
+times slower than fp32) fits the budget; what no time is left for is not measured, and a note reports it.
 
 Inputs are drawn once in fp32 and cast outside the timed call: a model keeps its activations in the low format too.
 The error is that of the whole path, cast included. Only a slice of the answer is checked against fp64, on the CPU,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,9 +21,9 @@ import torch
 from halfstep.backend_flags import set_fp32_mode
 from halfstep.errors import HardwareError, summarise_error
 from halfstep.formats import FP8_E4M3, find_format
-from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, format_rate
+from halfstep.hardware.describe import OP_NAMES
 from halfstep.hardware.device_facts import Hardware, Measurement, Op
-from halfstep.hardware.driver import SAMPLES, Driver
+from halfstep.hardware.driver import Driver
 
 # tf32 has no dtype of its own: it is fp32 storage, and set_fp32_mode selects the matrix units.
 DTYPES = {
@@ -124,30 +124,15 @@ OPS: tuple[Op, ...] = ("matmul", "conv_nchw", "conv_nhwc")
 class Sizes:
     """Problem sizes and time budget for one kind of device."""
 
-    small_matmul: int
-    small_image: tuple[int, int, int]
-    full_matmul: int
-    full_image: tuple[int, int, int]
+    matmul: int
+    image: tuple[int, int, int]
+    """Batch, channels and side of the convolution."""
     copy_bytes: int
     budget_s: float
 
 
-CPU_SIZES = Sizes(
-    small_matmul=64,
-    small_image=(1, 16, 16),
-    full_matmul=512,
-    full_image=(2, 64, 48),
-    copy_bytes=64 * 2**20,
-    budget_s=10.0,
-)
-GPU_SIZES = Sizes(
-    small_matmul=512,
-    small_image=(4, 64, 32),
-    full_matmul=4096,
-    full_image=(32, 128, 64),
-    copy_bytes=256 * 2**20,
-    budget_s=5.0,
-)
+CPU_SIZES = Sizes(matmul=512, image=(2, 64, 48), copy_bytes=64 * 2**20, budget_s=10.0)
+GPU_SIZES = Sizes(matmul=4096, image=(32, 128, 64), copy_bytes=256 * 2**20, budget_s=5.0)
 """Large enough to fill an H200; a T4 needs 17 ms for its fp32 matmul."""
 
 WARM_UP_S = 0.3
@@ -200,23 +185,13 @@ class _MeasuringSession:
             source="measured",
             measurements=measurements,
             bandwidth_gb_s=bandwidth,
-            notes=(*self.hardware.notes, *self.notes, *self._explain_results(measurements)),
+            notes=(*self.hardware.notes, *self.notes, *self._explain_results()),
         )
 
-    def _explain_results(self, measurements: Sequence[Measurement]) -> Iterator[str]:
+    def _explain_results(self) -> Iterator[str]:
         load = self.driver.read_load()
         if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
             yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
-        for name in dict.fromkeys(m.format for m in measurements if m.small):
-            fp32 = [
-                f"{format_rate(m.tflops / m.speedup, measurements)} ({OP_NAMES[m.op]})"
-                for m in measurements
-                if m.small and m.format == name
-            ]
-            yield (
-                f"{SMALL_MARK} {name} was timed on a small problem only, the full one takes too long; "
-                f"fp32 reaches {', '.join(fp32)} on the small one"
-            )
         for name, found in self.inexact.items():
             yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
@@ -229,60 +204,36 @@ class _MeasuringSession:
         return 2 * self.sizes.copy_bytes / seconds / 1e9  # each byte is read once and written once
 
     def _measure_op(self, op: Op, place: torch.device) -> Iterator[Measurement]:
-        small = make_problem(op, self.sizes.small_matmul, self.sizes.small_image, place)
-        full = make_problem(op, self.sizes.full_matmul, self.sizes.full_image, place)
-        fp32_seconds: dict[TimedOperation, float] = {}
+        problem = make_problem(op, self.sizes.matmul, self.sizes.image, place)
+        fp32_s: float | None = None
         for format_name in self._list_formats(op):
             if self.left_s <= 0:
                 self.notes.append(
                     f"{OP_NAMES[op]} in {format_name} not measured: the {self.budget_s:.0f} s were used up"
                 )
                 continue
-            if format_name != "fp32" and not fp32_seconds:
+            if format_name != "fp32" and fp32_s is None:
                 return  # nothing to compare with; the note on fp32 gives the reason
             try:
-                yield self._measure_format(op, format_name, small, full, fp32_seconds)
-            except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
-                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {summarise_error(error)[:160]}")
+                seconds, error = self._measure_format(op, format_name, problem)
+            except (RuntimeError, ValueError) as cause:  # no kernel for it, or no memory: a fact, not a failure
+                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {summarise_error(cause)[:160]}")
+                continue
+            fp32_s = seconds if fp32_s is None else fp32_s
+            yield Measurement(
+                op=op, format=format_name, tflops=problem.flops / seconds / 1e12, error=error, speedup=fp32_s / seconds
+            )
 
-    def _measure_format(
-        self,
-        op: Op,
-        format_name: str,
-        small: TimedOperation,
-        full: TimedOperation,
-        fp32_seconds: dict[TimedOperation, float],
-    ) -> Measurement:
-        def time_problem(problem: TimedOperation) -> float:
-            seconds = self._time_kernel(problem.make_kernel(format_name), f"{op} {format_name}")
-            if format_name == "fp32":
-                fp32_seconds[problem] = seconds
-            return seconds
-
+    def _measure_format(self, op: Op, format_name: str, problem: TimedOperation) -> tuple[float, float]:
+        """Return seconds and relative error."""
         with set_fp32_mode("tf32" if format_name == "tf32" else "ieee"):
-            # fp32 is timed at both sizes: the other formats are compared with it at the size they could afford.
-            chosen, seconds = small, time_problem(small)
-            if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
-                chosen, seconds = full, time_problem(full)
-            error = chosen.measure_error(chosen.make_kernel(format_name)())
-        speedup = fp32_seconds[chosen] / seconds
+            kernel = problem.make_kernel(format_name)
+            seconds = self._time_kernel(kernel, f"{op} {format_name}")
+            error = problem.measure_error(kernel())
         # Rounded inputs with fp32 sums err by less than one spacing; a larger error means that sums are rounded too.
         if format_name != "fp32" and error > find_format(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
-        return Measurement(
-            op=op,
-            format=format_name,
-            tflops=chosen.flops / seconds / 1e12,
-            error=error,
-            speedup=speedup,
-            small=chosen is small,
-        )
-
-    def _fits(self, expected_s: float) -> bool:
-        """True if a warm-up, the samples and the error check fit into a fair share of the budget."""
-        # No format may use more than half of an operation's share, so that later formats get their turn.
-        share = self.budget_s / (2 * len(OPS))
-        return expected_s * (SAMPLES + 2) < min(share, self.left_s)
+        return seconds, error
 
     def _list_formats(self, op: Op) -> tuple[str, ...]:
         # torch has no fp8 convolution.
@@ -298,7 +249,7 @@ class _MeasuringSession:
 
     def _raise_clocks(self, place: torch.device) -> None:
         """Warm the device up: an idle accelerator runs at low clocks, and the first measurement would be slow."""
-        kernel = make_problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).make_kernel("fp32")
+        kernel = make_problem("matmul", self.sizes.matmul, self.sizes.image, place).make_kernel("fp32")
         until = self.driver.read_clock() + WARM_UP_S
         while self.driver.read_clock() < until:
             self._time_kernel(kernel, "warm-up")

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,26 +26,6 @@ from halfstep.step.forward_writes import ForwardWrites
 from halfstep.step.loss_result import split_result
 from halfstep.step.step import GuardedStep, LossFn
 from halfstep.step.user_warnings import warn_user
-
-NOTES = {
-    "(Unsupported dtype |not implemented for ')(BFloat16|Half)":
-        "compute it in fp32: with hs.fp32_island(): ..., on inputs made .float()",
-    "to satisfy the constraint|to be within the support":
-        "torch.distributions refuses what is not finite before the step can drop it; let the step do so: "
-        "torch.distributions.Distribution.set_default_validate_args(False)",
-    "elements of input should be between 0 and 1|BCELoss are unsafe to autocast":
-        "return binary_cross_entropy_with_logits (BCEWithLogitsLoss) of the logits, without the sigmoid: BCELoss stops "
-        "at NaN before the step can drop it, and CUDA's autocast refuses it",
-    "not support sparse|sparse.*not supported":
-        "sparse gradients are for torch.optim.SparseAdam, and for SGD and Adagrad without fused=True; otherwise "
-        "nn.Embedding(..., sparse=False)",
-    "(require|need)s? (a |the )?closure":
-        "an optimizer that evaluates the model inside step() cannot be checked as a whole; use one that steps without "
-        "a closure, and for SAM a second pass in on_gradients= (docs/loop_kinds.md)",
-    "backward through the graph a second time":
-        "the loss uses a tensor of an earlier batch: detach what you carry over, as in hidden = hidden.detach()",
-}  # fmt: skip
-"""Hints added to errors of torch and of optimizers, by a pattern of their messages."""
 
 
 class LossChecker:
@@ -205,18 +184,6 @@ def _find_numbers(loss: Tensor) -> list[float]:
     # Leave simulation's dispatch mode: inside it torch returns a Python number instead of the saved tensor.
     with _disable_current_modes():
         return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]
-
-
-class ExplainedErrors:
-    """A block in which known errors of torch and of optimizers get a note with the fix."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (RuntimeError, ValueError, AssertionError)):
-            for words, way_out in NOTES.items():
-                if re.search(words, str(error)):
-                    error.add_note(f"halfstep: {way_out}")
 
 
 def _identify(loss_fn: LossFn) -> object:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from halfstep.step.snapshots import find_loose_buffers, resize_buffers, restore_
 from halfstep.step.user_warnings import warn_user
 from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
-PLAIN = (bool, int, float, str, type(None))
 NUM_SHOWN = 3
 Given = TypeVar("Given")
 
@@ -61,7 +59,6 @@ def save(
         "extra": extra,
         "threads": torch.get_num_threads(),
     }
-    _refuse_unstorable(extra, "")
     try:
         if is_sharded and (ranks := steps[0]._step.ranks) is not None:
             from halfstep.distributed.sharded_files import start_save
@@ -69,11 +66,12 @@ def save(
             steps[0]._saving = start_save(path, state, ranks.world, step=steps[0].attempted)
         else:
             _save_file(path, state)
-    except TypeError as error:  # a model's or loader's own state_dict may hold anything
+    except TypeError as error:
         raise CheckpointError(
-            f"cannot store the state of {type(model).__name__}: {error}",
-            why="the state of the model, of an optimizer or of the loader holds what JSON and safetensors cannot",
-            fix="return numbers, strings and tensors from its state_dict() or get_extra_state()",
+            f"hs.save cannot store {error}",
+            why="the file holds tensors and JSON, so that loading it never runs code",
+            fix="numbers, strings, tensors, and lists, tuples and dicts of them, also in the state_dict() of a model "
+            "or loader: float(x) of a NumPy number, x.state_dict() of an object",
         ) from error
 
 
@@ -325,35 +323,6 @@ def _compute_checksum(tensor: Tensor) -> int:
 
 
 # --- what does not fit ---
-
-
-def _refuse_unstorable(value: Any, place: str) -> None:
-    """Refuse an entry of `extra` that JSON and safetensors cannot hold."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if not isinstance(key, PLAIN):
-                raise _make_unstorable(f"the key {key!r} of {place}", "keys are strings or numbers")
-            _refuse_unstorable(one, f"{place}[{key!r}]" if place else str(key))
-    elif type(value) in (list, tuple):
-        for number, one in enumerate(value):
-            _refuse_unstorable(one, f"{place}[{number}]")
-    elif isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise _make_unstorable(place, f"it is a tensor of layout {value.layout} on {value.device}")
-    elif isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc":
-            raise _make_unstorable(place, f"it is an array of dtype {value.dtype}")
-    elif type(value) not in PLAIN:
-        raise _make_unstorable(place, f"it is a {type(value).__name__}")
-
-
-def _make_unstorable(place: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"hs.save cannot store {place}",
-        why=f"{why}; the file holds tensors and JSON, so that loading it never runs code",
-        fix="numbers, strings, tensors, and lists, tuples and dicts of them: float(x) of a NumPy number, "
-        "x.state_dict() of an object",
-    )
 
 
 def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ from halfstep.own_loop.arguments import (
 )  # fmt: skip
 from halfstep.own_loop.data_position import DataPosition
 from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
-from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
+from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import Precision, decide
@@ -324,7 +324,6 @@ class Step:
         batches = read_window(window, self._step.accumulate)
         if self._guard.options.on_fault == "rollback" and self._snapshots.is_due(self.attempted):
             self._snapshots.take(self._step.model, self._step)
-        self._position.warn_if_unread()
         return batches
 
     def _take_loaded(self) -> None:
@@ -343,22 +342,21 @@ class Step:
     def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         is_new = self._loss.is_new(loss_fn)
-        with ExplainedErrors():
-            is_observed = self._watch is not None and self._watch.is_due()
-            if self._recorder is None and not is_new and not is_observed:
-                return self._step.compute(checked, batches)
-            with contextlib.ExitStack() as watched:
-                if self._watch is not None and is_observed:
-                    watched.enter_context(self._watch.enter_real_step())
-                if self._recorder is not None:
-                    watched.enter_context(self._recorder.watch(batches))
-                if is_new:
-                    watched.enter_context(self._strangers.watch(loss_fn))
-                facts = self._step.compute(checked, batches)
-                if is_new:
-                    self._loss.refuse_unreached()
-                    self._loss.hint_at_forward_outside(ran=self._strangers.ran_own)
-                return facts
+        is_observed = self._watch is not None and self._watch.is_due()
+        if self._recorder is None and not is_new and not is_observed:
+            return self._step.compute(checked, batches)
+        with contextlib.ExitStack() as watched:
+            if self._watch is not None and is_observed:
+                watched.enter_context(self._watch.enter_real_step())
+            if self._recorder is not None:
+                watched.enter_context(self._recorder.watch(batches))
+            if is_new:
+                watched.enter_context(self._strangers.watch(loss_fn))
+            facts = self._step.compute(checked, batches)
+            if is_new:
+                self._loss.refuse_unreached()
+                self._loss.hint_at_forward_outside(ran=self._strangers.ran_own)
+            return facts
 
     def commit(self, facts: Facts) -> None:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
@@ -371,8 +369,7 @@ class Step:
     def _commit(self, facts: Facts) -> None:
         before = self.attempted
         try:
-            with ExplainedErrors():
-                self._step.commit(facts)
+            self._step.commit(facts)
         except BaseException:
             if self.attempted > before:  # the step is made, and `on_commit` raised
                 self._guard.pending.append(facts)

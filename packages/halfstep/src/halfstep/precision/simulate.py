@@ -110,7 +110,6 @@ def compute_flash_attention(
     *,
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
-    exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention with the rounding points of the fused kernels, CUDA's default: P and the output are rounded to
     half.
@@ -127,7 +126,7 @@ def compute_flash_attention(
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     top = scores.amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)  # fully masked rows return zeros, not NaN
-    unnormalised = exp(scores - top)
+    unnormalised = torch.exp(scores - top)
     total = unnormalised.sum(-1, keepdim=True)
     probabilities = to_full(to_half(unnormalised, query.dtype))
     output = probabilities @ to_full(value) / total.masked_fill(total == 0, 1.0)
