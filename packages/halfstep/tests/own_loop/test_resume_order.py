@@ -407,6 +407,15 @@ def test_a_state_stored_before_epoch_ended_is_warned_about() -> None:
     step.state_dict()
 
 
+def test_two_passes_at_once_are_warned_about() -> None:
+    step, model, loader = make_loop(0)
+    for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):
+        step(lambda batch: model(batch).square().mean(), a)
+        with pytest.warns(UserWarning, match="of passes that run at the same time only the newest is stored"):
+            step.state_dict()
+        break
+
+
 def test_another_loader_is_refused_and_the_state_stays(tmp_path: Path) -> None:
     step, model, loader = make_loop(0)
     train(step, model, loader, 2)
@@ -550,9 +559,76 @@ def test_a_loop_without_windows_is_told_that_its_loader_starts_again(tmp_path: P
     hs.save(tmp_path / "plain", step, model)
     with pytest.warns(UserWarning, match="holds no position in the data, because no batch came from step.windows"):
         hs.load(tmp_path / "plain", make(), model)
+    step = make()
+    for window in step.windows(loader):
+        step(lambda x: model(x).square().mean(), window)
+        if step.attempted == 3:
+            hs.save(tmp_path / "followed", step, model)
+    resumed = make()
+    hs.load(tmp_path / "followed", resumed, model)
+    with pytest.warns(UserWarning, match="this batch does not come from step.windows"):
+        resumed(lambda x: model(x).square().mean(), [next(iter(loader))])
 
 
-# --- a state loaded in the middle, endless data ---
+# --- other data, a state loaded in the middle, endless data ---
+
+
+def stop_and_resume(path: Path, first: Any, second: Any, stop: int = 3) -> Loop:
+    Loop(lambda: first).run(path, stop=stop)
+    return Loop(lambda: second).run(path, resumes=True)
+
+
+class Files(Plain):
+    """As ImageFolder: a list of (path, label), and a cache that is filled while training."""
+
+    def __init__(self, folder: str, kind: str = "cat") -> None:
+        super().__init__()
+        self.samples = [(f"{folder}/{kind}{k}.png", k % 2) for k in range(NUM_SAMPLES)]
+        self.cache: list[Any] = [None] * NUM_SAMPLES
+        self.seen = torch.zeros(NUM_SAMPLES)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.seen[index] += 1
+        self.cache[index] = index
+        return super().__getitem__(index)
+
+
+def test_other_data_of_the_same_length_are_warned_about(tmp_path: Path) -> None:
+    one, other = torch.rand(2, NUM_SAMPLES, 4, generator=generator())
+    pairs = {
+        "loader.dataset.samples was 22 entries from": (load(Files("a")), load(Files("a", "dog"))),
+        "the type of loader.dataset was Plain and is Drawing": (load(Plain()), load(Drawing())),
+        "loader.dataset.indices": (load(Subset(Plain(), range(20))), load(Subset(Plain(), list(range(1, 21))))),
+        "loader.dataset.rows": (load(Rowwise(one)), load(Rowwise(other))),
+        "loader.dataset.rows was float32 (22, 4)": (load(Rowwise(one.numpy())), load(Rowwise(other.numpy()))),
+        "the list of batches": (list(one.split(4)), list(other.split(4))),
+    }
+    for text, (first, second) in pairs.items():
+        if isinstance(first, DataLoader) and isinstance(first.dataset, Subset):
+            first.dataset.indices = list(first.dataset.indices)
+        (warning,) = stop_and_resume(tmp_path / "state", first, second).warnings
+        assert "the data are others" in warning, text
+        assert text in warning, warning
+
+
+class Rowwise(Plain):
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.as_tensor(self.rows[index])
+
+
+def test_the_same_data_in_another_folder_or_with_what_training_wrote_are_the_same(tmp_path: Path) -> None:
+    for stop in (3, 8):  # in the first and in the second epoch
+        resumed = stop_and_resume(tmp_path / "state", load(Files("/disk/a")), load(Files("/other/b")), stop)
+        assert resumed.warnings == []
+    data = torch.rand(NUM_SAMPLES, 4)
+    loaders = [
+        load(torch.utils.data.TensorDataset(data), collate_fn=lambda rows: torch.stack([r[0] for r in rows]))
+    ] * 2
+    assert stop_and_resume(tmp_path / "state", *loaders).warnings == []
 
 
 def test_a_state_loaded_inside_the_loop_ends_it_with_an_error(tmp_path: Path) -> None:
@@ -617,6 +693,6 @@ def test_an_order_drawn_before_the_pass_is_exact_only_if_it_follows_from_the_epo
     resumed = train(is_seeded=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     train(is_seeded=False, stop=9)
-    with pytest.warns(UserWarning, match="skipped batches are other ones") as caught:
+    with pytest.warns(UserWarning, match="data are others, the list of|skipped batches are other ones") as caught:
         train(is_seeded=False)
     assert "torch.Generator().manual_seed(epoch)" in str(caught[-1].message)

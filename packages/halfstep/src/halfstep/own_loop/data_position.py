@@ -23,6 +23,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -86,6 +87,8 @@ class _PassState:
     """The generators before each batch was loaded that hs.prefetch holds and the loop has not seen."""
     seen: int | str | None = None
     """A checksum of the yielded batches: a resumed loop has to skip the same ones."""
+    data: dict[str, str] = field(default_factory=dict)
+    """What `_describe_data` says of attributes that training has not changed."""
     loader: Any = None
     """The state of a loader that stores its own position."""
 
@@ -101,6 +104,9 @@ class DataPosition:
         """Of the present pass; of a loaded one until a pass begins, while `_pass` is None."""
         self._generators: Mapping[str, Any] = {}
         """As they were loaded."""
+        self._has_overlap = False
+        self._fingerprint: tuple[Callable[[], Any], dict[str, str]] = lambda: None, {}
+        """The data set, and what `_describe_data` returned when this process first read it."""
 
     @property
     def num_yielded(self) -> int:
@@ -111,8 +117,12 @@ class DataPosition:
         """Yield the batches of a pass; after `load_state_dict`, those that the stored pass has not yielded yet."""
         stored = self._state if self._pass is None else None
         if self._pass is not None:
+            self._has_overlap |= not self._pass.state.is_over and not self._pass.state.is_left
             self.end_pass()
         current = _Pass(batches)
+        if self._fingerprint[0]() is not current.data or current.data is None:
+            self._fingerprint = _refer_weakly(current.data), _describe_data(current.batches)
+        current.fingerprint = self._fingerprint[1]
         loaded = current.follow(self.epoch, stored, self._generators)
         current.prefetcher = None  # it holds the loader
         self._pass, self._state = current, current.state
@@ -133,6 +143,15 @@ class DataPosition:
         if self._pass is current:
             self.end_pass()
 
+    def warn_if_unread(self) -> None:
+        """Warn of a batch that does not come from `step.windows` although a pass was loaded that goes on there."""
+        if self._pass is None and self._state is not None and not self._state.is_over:
+            warn_user(
+                "the loaded state stops in the middle of a pass over the data, and this batch does not come from "
+                f"step.windows(loader), which would go on there: {INEXACT}"
+            )
+            self._state = None
+
     def end_pass(self) -> None:
         """Count the present pass as ended, also one that was left by `break` or is still to be continued."""
         if self._state is not None and not self._state.is_over:
@@ -140,6 +159,11 @@ class DataPosition:
             self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
+        if self._has_overlap:
+            warn_user(
+                "step.windows was called again before the pass before it had ended: of passes that run at the same "
+                "time only the newest is stored, so a resumed loop does not continue exactly"
+            )
         if self._pass is not None:
             self._pass.update_state()
         state = None if self._state is None else vars(self._state)
@@ -160,7 +184,7 @@ class DataPosition:
             warn_user(f"{note}; {INEXACT}")
         if self._pass is not None:
             self._pass.is_replaced = True
-        self.epoch, self._pass = int(state["epoch"]), None
+        self.epoch, self._pass, self._has_overlap = int(state["epoch"]), None, False
         self._state = None if state["pass"] is None else _PassState(**state["pass"])
 
 
@@ -180,10 +204,11 @@ class _Pass:
         )
         self.is_iterable = self.loader is None or isinstance(self.loader.dataset, IterableDataset)
         self.kind = type(batches).__name__
-        self.has_no_indices = self.loader is None and not isinstance(batches, Stateful)
-        """True for a list, a generator or a wrapper: which batches they yield can be told by their content alone."""
+        self.is_opaque = self.loader is None and not isinstance(batches, (Sequence, Stateful))
+        """True for a generator or a wrapper, whose batches can only be skipped by loading them again."""
         self.is_replaced = False
         """True once another position was loaded: this pass is not the loop's any more."""
+        self.fingerprint: dict[str, str] = {}
         self._differences: list[str] = []
         """Why a resumed pass may differ from the stored one."""
         self._order: _Order | None = None
@@ -198,6 +223,11 @@ class _Pass:
         return self.batches if isinstance(self.batches, DataLoader) else None
 
     @property
+    def data(self) -> Any:
+        """The data set, or the list of batches."""
+        return self.batches if self.loader is None else self.loader.dataset
+
+    @property
     def owners(self) -> dict[str, Any]:
         """What may hold generators or an epoch, by name."""
         return dict(_walk("loader", self.batches))
@@ -205,7 +235,7 @@ class _Pass:
     def count(self, batch: Batch) -> None:
         """Count a batch that the loop is given."""
         self.state.num_yielded += 1
-        if self.has_no_indices:
+        if self.is_opaque:
             self.state.seen = _summarise(batch)
         if self.state.ahead:
             self.state.ahead.pop(0)
@@ -214,6 +244,8 @@ class _Pass:
 
     def update_state(self) -> None:
         """Read what changes while the pass runs."""
+        now = _describe_data(self.batches)
+        self.state.data = {name: value for name, value in self.fingerprint.items() if now.get(name) == value}
         self.state.now = self._read_own()
         self.state.has_draws |= self._watch is not None and self._watch.has_draws
         if self._order is not None:
@@ -290,6 +322,10 @@ class _Pass:
                 why=f"the {skipped} to skip would be other ones",
                 fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
             )
+        for name, then in found.data.items():
+            if (now := self.fingerprint.get(name, then)) != then:
+                self._note_difference(f"the data are others, {name} was {then} and is {now}")
+                break
         if found.is_left:
             warn_user(
                 f"the stored pass was left by `break` after {skipped} and goes on from there; to begin a new one "
@@ -330,6 +366,13 @@ class _Pass:
                 return
             self.state.ahead.append(state)
             yield batch
+
+    def _note_difference(self, what: str) -> None:
+        self._differences.append(
+            f"{what} (if the loop or a sampler keeps an order from pass to pass, draw it from the epoch: "
+            "torch.randperm(num, generator=torch.Generator().manual_seed(epoch)); to begin a new pass, call "
+            "step.end_pass() before step.windows)"
+        )
 
     def _note_worker_generators(self) -> None:
         self._differences.append(
@@ -380,12 +423,7 @@ class _Pass:
             self._order.skip()
         self._note_order()
         if self.state.seen != found.seen:
-            self._differences.append(
-                "the skipped batches are other ones than those of the stored pass (if the loop or a sampler keeps an "
-                "order from pass to pass, draw it from the epoch: "
-                "torch.randperm(num, generator=torch.Generator().manual_seed(epoch)); to begin a new pass, call "
-                "step.end_pass() before step.windows)"
-            )
+            self._note_difference("the skipped batches are other ones than those of the stored pass")
         return batches
 
     def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:
@@ -396,7 +434,7 @@ class _Pass:
         for number in range(num):
             if (batch := next(batches, self)) is self:
                 raise _make_too_short(number, num)
-            if self.has_no_indices and number == num - 1:
+            if self.is_opaque and number == num - 1:
                 self.state.seen = _summarise(batch)
             first = first or read_cpu_generators()
         # With a sampler only its own draws matter: samples that follow draw from the generators as they are restored.
@@ -586,13 +624,35 @@ def _write_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-# --- which batches these are ---
+# --- which data these are ---
+
+
+def _describe_data(batches: Any) -> dict[str, str]:
+    """Return what tells data sets of one length apart: their types, and the first and last entries of what they hold.
+
+    No sample is loaded: that may be slow or draw random numbers. Of a path only the file name counts, because the same
+    data may be in another folder.
+    """
+    if isinstance(batches, Sequence):
+        return {"the list of batches": _summarise(batches)}
+    described: dict[str, str] = {}
+    for name, owner in _walk("loader", batches):
+        if ".dataset" not in name:
+            continue
+        described[f"the type of {name}"] = type(owner).__name__
+        held = getattr(owner, "__dict__", {})
+        for key, value in held.items():
+            if isinstance(value, (Tensor, np.ndarray, list, tuple)) and (text := _summarise(value)):
+                described[f"{name}.{key}"] = text
+        if isinstance(own := held.get("_fingerprint"), str):  # of Hugging Face's data sets
+            described[f"{name}._fingerprint"] = own
+    return described
 
 
 def _summarise(value: Any, depth: int = 3) -> str:
     """Return a text for an array, or for the first and last entries of a sequence; empty if it holds other things."""
     if isinstance(value, str):
-        return f"{zlib.crc32(value.encode()):08x}"
+        return PurePath(value).name
     if isinstance(value, (int, float, np.number)):
         return repr(value)
     if isinstance(value, np.ndarray):

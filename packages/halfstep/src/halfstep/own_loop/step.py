@@ -324,6 +324,7 @@ class Step:
         batches = read_window(window, self._step.accumulate)
         if self._guard.options.on_fault == "rollback" and self._snapshots.is_due(self.attempted):
             self._snapshots.take(self._step.model, self._step)
+        self._position.warn_if_unread()
         return batches
 
     def _take_loaded(self) -> None:
