@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.disk import find_cache_directory, open_atomic_file, take_turn
-from halfstep.errors import ConfigError, suggest_nearest
+from halfstep.errors import ConfigError, MovedModule, suggest_nearest
 
 
 def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
@@ -155,6 +155,10 @@ def _add_working_folder() -> None:
 
 def _suggest_location(module_name: str, error: ImportError) -> str:
     missing = str(error.name)
+    if module_name.startswith("halfstep."):
+        return f"write halfstep_train.{module_name.removeprefix('halfstep.')}:..."
+    if isinstance(error, MovedModule):
+        return f"import from {missing} in that module"
     if not f"{module_name}.".startswith(f"{missing}."):
         return "an import inside that module or its package fails: fix it there"
     parent = missing.rpartition(".")[0]
