@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -134,12 +135,107 @@ def deep(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=squares(model), batch=batches(4, 16))
 
 
+def products(is_fixed: bool) -> Training:
+    model = Shaped(lambda x: ((0.8 + x.abs()).clamp(-1, 1) if is_fixed else (0.8 + x.abs())).cumprod(1).mean(1))
+    return Training(model=model, loss_fn=squares(model), batch=batches(4, 400, 8))
+
+
 def one_sample(is_fixed: bool) -> Training:
     """The last batch of an epoch, as loaders give it without drop_last."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     sizes = (4, 4) if is_fixed else (4, 1)
     return Training(model=model, loss_fn=squares(model), batch=lambda seed: batches(sizes[seed % 2], 8)(seed))
+
+
+def negative_determinant(is_fixed: bool) -> Training:
+    logdet = (lambda a: torch.linalg.slogdet(a)[1]) if is_fixed else torch.logdet
+    model = Shaped(lambda x: logdet(x.view(-1, 4, 4)), out=16)
+    return Training(model=model, loss_fn=lambda b: model(b["x"]).square().mean(), batch=batches(6, 8))
+
+
+def small_diagonal(n: int) -> Tensor:
+    return torch.diag(torch.linspace(1e-3, 2e-3, n))
+
+
+def singular_determinant(is_fixed: bool) -> Training:
+    def volume(x: Tensor) -> Tensor:
+        gram = x.mT @ x + (small_diagonal(8) if is_fixed else 0)
+        return torch.logdet(gram)
+
+    model = Shaped(volume)
+    return Training(model=model, loss_fn=squares(model), batch=batches(6, 3, 8))
+
+
+def singular_factor(is_fixed: bool) -> Training:
+    """A covariance of fewer samples than features."""
+
+    def whitened(x: Tensor) -> Tensor:
+        covariance = x.T @ x + (small_diagonal(8) if is_fixed else 0)
+        return torch.linalg.cholesky(covariance).diagonal().log()
+
+    model = Shaped(whitened)
+    return Training(model=model, loss_fn=squares(model), batch=batches(3, 8))
+
+
+def equal_eigenvalues(is_fixed: bool) -> Training:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = nn.Parameter(torch.eye(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            metric = self.metric @ self.metric.T + (small_diagonal(6) if is_fixed else 0)
+            values, vectors = torch.linalg.eigh(metric)
+            return (x @ vectors * values)[:, :3]
+
+    model = Spectral()
+    return Training(model=model, loss_fn=squares(model), batch=batches(5, 6))
+
+
+class Swish(torch.autograd.Function):
+    """Its backward overflows where forward does not."""
+
+    most = math.inf
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @classmethod
+    def backward(cls, ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        e = torch.exp((-x).clamp(max=cls.most))
+        return gradient * (1 + e + x * e) / (1 + e).square()
+
+
+class FixedSwish(Swish):
+    most = 10.0
+
+
+def custom_backward(is_fixed: bool) -> Training:
+    function = FixedSwish if is_fixed else Swish
+    model = Shaped(lambda x: function.apply(100 * x))  # type: ignore[no-untyped-call]
+    return Training(model=model, loss_fn=squares(model), batch=batches(4, 8), options={"lr": 1e-6})
+
+
+class Averaged(torch.autograd.Function):
+    """Its backward is wrong, and no clamp in it helps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.total = float((x > 1e6).sum())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (2 * ctx.total - math.inf)
+
+
+def wrong_backward(is_fixed: bool) -> Training:
+    model = Shaped(lambda x: 2 * x if is_fixed else Averaged.apply(x))  # type: ignore[no-untyped-call]
+    return Training(model=model, loss_fn=squares(model), batch=batches(4, 8))
 
 
 def classes(num: int, missing: int) -> Callable[[int], Batch]:
@@ -163,6 +259,16 @@ def absent_class(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=loss_fn, batch=classes(5, 2))
 
 
+def nothing_selected(is_fixed: bool) -> Training:
+    model = Shaped(lambda x: x)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        chosen = model(batch["x"])[batch["x"][:, 0] > 100].square()
+        return chosen.sum() if is_fixed else chosen.mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8))
+
+
 def sure_probability(is_fixed: bool) -> Training:
     model = Shaped(lambda x: F.logsigmoid(1e3 * x) if is_fixed else torch.log(torch.sigmoid(1e3 * x)))
     return Training(model=model, loss_fn=lambda b: -model(b["x"]).mean(), batch=batches(4, 8), options={"lr": 1e-5})
@@ -178,6 +284,26 @@ def weight_of_zero(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8), options={"lr": 1e-9})
 
 
+def unit_and_scale(is_fixed: bool) -> Training:
+    """A deviation that is 0, divided by and under a logarithm: two changes at one line."""
+    model = Shaped(lambda x: x, out=16)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        mean, deviation = model(batch["x"]).chunk(2, -1)
+        deviation = F.relu(deviation) if not is_fixed else F.relu(deviation).clamp(min=1e-4)
+        return ((batch["x"] - mean) / deviation).tanh().mean() + deviation.log().mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8))
+
+
+def constant_rows(is_fixed: bool) -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=1e-5 if is_fixed else 0.0), nn.Linear(8, 1))
+    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[0].bias, 0.5)
+    return Training(model=model, loss_fn=squares(model), batch=batches(4, 8))
+
+
 def dead_unit(is_fixed: bool) -> Training:
     """Adam without eps divides 0 by 0 where a weight has never had a gradient."""
     torch.manual_seed(0)
@@ -188,15 +314,126 @@ def dead_unit(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=squares(model), batch=batches(4, 8), optimizer="Adam", options=options)
 
 
+def scores(gain: float = 1.0, out: int = 1) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, out), Gain(gain))
+
+
+class Gain(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+def labelled(num: int = 2) -> Callable[[int], Batch]:
+    return lambda seed: {"x": numbers(32, 8, seed=seed), "y": torch.arange(32) % num}
+
+
+def gamma_curve(is_fixed: bool) -> Training:
+    """A power with a fraction, of outputs that are negative."""
+    model = scores()
+    nn.init.constant_(model[2].bias, -2.0)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        out = model(batch["x"])
+        return ((out.abs() if is_fixed else out) ** 2.2 - 0.5).square().mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled())
+
+
+def written_entropy(is_fixed: bool) -> Training:
+    """Binary cross entropy of sure outputs, by hand."""
+    model = scores(gain=400)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        y = batch["y"].float()[:, None]
+        if is_fixed:
+            return F.binary_cross_entropy_with_logits(model(batch["x"]), y)
+        p = torch.sigmoid(model(batch["x"]))
+        return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(), options={"lr": 1e-6})
+
+
+def squashed_action(is_fixed: bool) -> Training:
+    """The log-probability of tanh(u), whose derivative is 0 for large u."""
+    model = scores(gain=60, out=4)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        u = model(batch["x"])
+        if is_fixed:
+            slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        else:
+            slope = torch.log(1 - torch.tanh(u).pow(2))
+        return (0.1 * u.square() - slope).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(), options={"lr": 1e-6})
+
+
+def written_softmax(is_fixed: bool) -> Training:
+    model = scores(gain=600, out=5)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        logits, rows = model(batch["x"]), torch.arange(32)
+        if is_fixed:
+            return -F.log_softmax(logits, -1)[rows, batch["y"]].mean()
+        powers = torch.exp(logits)
+        p = powers / powers.sum(-1, keepdim=True)
+        return -torch.log(p[rows, batch["y"]]).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(5), options={"lr": 1e-7})
+
+
+def written_softplus(is_fixed: bool) -> Training:
+    model = scores(gain=400)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        z = model(batch["x"]) * (1 - 2 * batch["y"][:, None])
+        return F.softplus(z).mean() if is_fixed else torch.log1p(torch.exp(z)).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(), options={"lr": 1e-6})
+
+
+def rate_of_a_small_step(is_fixed: bool) -> Training:
+    """log(1 + x) is 0 for small x, and divided by."""
+    model = scores(gain=1e-3)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        x = 1e-9 + 1e-6 * model(batch["x"]).square()
+        growth = torch.log1p(x) if is_fixed else torch.log(1 + x)
+        return (x.detach() / growth * model(batch["x"]).square()).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled())
+
+
 CASES = [
+    (gamma_curve, causes.UNDERFLOW, "rewrite as x.abs() ** p"),
+    (written_entropy, causes.UNDERFLOW, "rewrite as F.binary_cross_entropy_with_logits(z, target) at "),
+    (squashed_action, causes.UNDERFLOW, "rewrite as 2 * (math.log(2) - z - F.softplus(-2 * z)) at "),
+    (written_softmax, causes.OVERFLOW, "rewrite as F.log_softmax(z, dim) at "),
+    (written_softplus, causes.OVERFLOW, "rewrite as F.softplus(z) at "),
+    (rate_of_a_small_step, causes.UNDERFLOW, "rewrite as torch.log1p(z) at "),
     (recurrent, causes.OVERFLOW, "spectral norm of 1 (nn.init.orthogonal_) for rnn.weight_hh_l0"),
     (recurrent_training, causes.OVERFLOW, "clipped to a norm of 1"),
     (recurrent_loop, causes.OVERFLOW, "spectral norm of 1 (nn.init.orthogonal_) for recur.weight"),
     (deep, causes.OVERFLOW, "spectral norm of 1 (nn.init.orthogonal_)"),
+    (products, causes.OVERFLOW, "clamp(-1, 1)"),
     (one_sample, causes.CODE, "at least 2 samples (drop_last=True"),
-    (absent_class, causes.UNDERFLOW, "a denominator of at least 1e-4"),
+    (negative_determinant, causes.UNDERFLOW, "slogdet"),
+    (singular_determinant, causes.UNDERFLOW, "added to the diagonal"),
+    (singular_factor, causes.CODE, "added to the diagonal"),
+    (equal_eigenvalues, causes.UNDERFLOW, "added to the diagonal"),
+    (custom_backward, causes.OVERFLOW, "clamp(max=10) on the argument of exp"),
+    (wrong_backward, causes.UNDERFLOW, "derivative of Averaged.forward"),
+    (absent_class, causes.UNDERFLOW, "a count of at least 1"),
+    (nothing_selected, causes.UNDERFLOW, "sum() in place of mean()"),
     (sure_probability, causes.UNDERFLOW, "rewrite as F.logsigmoid(z) at "),
     (weight_of_zero, "underflow, or an undefined result such as x/0", "a denominator of at least 1e-4"),
+    (unit_and_scale, causes.UNDERFLOW, "denominator"),
+    (constant_rows, causes.UNDERFLOW, "eps=1e-5"),
     (dead_unit, causes.UPDATE, "eps=1e-8 in Adam"),
 ]
 
@@ -213,12 +450,22 @@ def test_training_with_the_proposed_change_has_no_fault(
     assert not train(plant(True), tmp_path / "fixed", 20)
 
 
+@pytest.mark.parametrize("plant", [gamma_curve, written_entropy, squashed_action, written_softmax, written_softplus])
+def test_an_advised_form_trains_every_parameter(tmp_path: Path, plant: Callable[[bool], Training]) -> None:
+    training = plant(False)
+    found: Any = replay(training, tmp_path)
+    assert found.remedy.shown.endswith("on its batches; the loss falls"), str(found)
+    assert all(found.remedy.outcome.gradients.values())
+    assert len(found.remedy.outcome.gradients) == len(list(training.model.parameters()))
+    assert f"{__file__}:" in found.remedy.change
+
+
 def test_a_clamp_behind_which_no_gradient_is_left_does_not_count(tmp_path: Path) -> None:
-    model = Shaped(lambda x: (1000 + x).exp())
-    found = replay(Training(model=model, loss_fn=squares(model), batch=batches(4, 8)), tmp_path)
+    model = Shaped(lambda x: (1 + x.abs()).cumprod(1).mean(1))
+    found = replay(Training(model=model, loss_fn=squares(model), batch=batches(4, 400, 8)), tmp_path)
     assert found.remedy is None, str(found)
-    assert "tried, does not help: clamp(max=10) on the argument of exp" in str(found)
-    assert "(no gradient is left)" in str(found)
+    assert "tried, does not help: factors of at most 1 (clamp(-1, 1))" in str(found)
+    assert "(no gradient reaches layer.weight, layer.bias)" in str(found)
 
 
 def regression(**more: Any) -> Training:
@@ -314,24 +561,8 @@ def test_where_no_change_helps_replay_says_so(tmp_path: Path) -> None:
     assert "change: none of those tried helps" in str(found)
 
 
-class Swish(torch.autograd.Function):
-    """Its backward overflows where forward does not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        e = torch.exp(-x)
-        return gradient * (1 + e + x * e) / (1 + e).square()
-
-
 def test_the_line_inside_a_custom_backward_is_named(tmp_path: Path) -> None:
-    model = Shaped(lambda x: Swish.apply(100 * x))  # type: ignore[no-untyped-call]
-    found: Any = replay(Training(model=model, loss_fn=squares(model), batch=batches(4, 8)), tmp_path)
+    found: Any = replay(custom_backward(False), tmp_path)
     source, first = inspect.getsourcelines(Swish)
     line = first + next(k for k, text in enumerate(source) if "torch.exp" in text)
     assert found.diagnosis.origin.line == f"{__file__}:{line}"

@@ -141,6 +141,21 @@ def penalty_in_half() -> Planted:
     return model, loss, {"x": numbers(4, 8)}
 
 
+def angle_of_zero() -> Planted:
+    """acos has no slope at 1."""
+    model = Shaped(lambda x: x)
+    nn.init.eye_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+    x = torch.eye(8)[:4] * torch.tensor([[1.0], [0.9], [0.8], [0.7]])
+    loss = lambda b: torch.acos((model(b["x"]) * b["x"]).sum(-1)).mean()  # noqa: E731
+    return model, loss, {"x": x}
+
+
+def deviation_of_one() -> Planted:
+    model = Shaped(lambda x: x / (1 + x.std(0)))
+    return model, lambda b: model(b["x"]).float().square().mean(), {"x": numbers(1, 8)}
+
+
 def noise_level_in_half() -> Planted:
     """1 - 0.9999 is 0 in bf16."""
 
@@ -225,7 +240,7 @@ def root_behind_a_written_slice() -> Planted:
     def with_first_set(x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 0] = 1.0
-        return (0 * x[:, 1:]).abs().sqrt() + x[:, 1:]
+        return (0 * x[:, 1:]).abs().sqrt() + x[:, :1]
 
     model = Shaped(with_first_set, 7)
     return model, lambda b: model(b["x"]).square().mean(), {"x": numbers(4, 8)}
@@ -235,6 +250,7 @@ FIELD = [
     (padded_row, "bf16", causes.UNDERFLOW, "in place of -inf", "2"),
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
     (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "rewrite as F.log_softmax(z, dim) at ", ""),
+    (every_target_ignored, "bf16", causes.UNDERFLOW, "the targets that count", ""),
     (id_past_the_vocabulary, "fp32", causes.BAD_INPUT, "sample 2", "2"),
     (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
     (unwritten_class_weights, "fp32", causes.BAD_STATE, "class_weight", ""),
@@ -242,6 +258,8 @@ FIELD = [
     (deviation_used_twice, "fp32", causes.OVERFLOW, " and ", "3"),
     (kernel_of_backward, "bf16", causes.KERNEL, "fix tail", ""),
     (penalty_in_half, "fp16", causes.OVERFLOW, "no cast to half", ""),
+    (angle_of_zero, "fp32", causes.UNDERFLOW, "between -1 and 1", "row 0 of batch 0"),
+    (deviation_of_one, "bf16", causes.UNDERFLOW, "correction=0", ""),
     (noise_level_in_half, "bf16", causes.UNDERFLOW, "no cast to half", "1"),
     (power_of_a_negative, "fp32", causes.UNDERFLOW, "clamp(min=1e-4)", "2"),
     (teacher_saved_in_half, "fp32", causes.BAD_STATE, "teacher.0.weight", ""),
@@ -255,6 +273,7 @@ FIELD = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize(
     ("plant", "precision", "cause", "change", "sample"), FIELD, ids=lambda v: getattr(v, "__name__", "")
 )
@@ -269,12 +288,6 @@ def test_a_fault_of_the_field_is_named_and_the_change_works(
     assert ", ".join(found.diagnosis.samples) == sample, str(found)
     if cause not in (causes.BAD_STATE, causes.KERNEL):
         assert f"{Path(__file__).name}:" in found.diagnosis.origin.line, str(found)
-
-
-def test_a_mean_over_no_targets_is_named(tmp_path: Path) -> None:
-    found = replay_fault(tmp_path, *every_target_ignored(), "bf16")
-    assert found.cause == causes.UNDERFLOW
-    assert causes.MEAN_OF_NONE in found.diagnosis.shown
 
 
 def test_changes_that_nothing_in_the_line_asks_for_are_not_listed(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("part", "cause", "change"),
     [
-        (planted.Variational, causes.OVERFLOW, "clamp(max=10) on the argument of exp"),
+        (planted.Variational, causes.OVERFLOW, "rewrite as F.softplus in place of exp"),
         (planted.Empty, causes.UNDERFLOW, "eps"),
         (planted.NeverWritten, causes.BAD_STATE, "part.shift"),
     ],

@@ -141,12 +141,26 @@ def test_targets_longer_than_their_input_are_a_pole_in_every_format(tmp_path: Pa
 
     found = replay_fault(tmp_path, model, loss_fn, batch)
     assert found.cause == causes.UNDERFLOW, str(found)
+    assert "zero_infinity=True" in found.remedy.change
 
 
 def test_a_square_past_fp32_is_overflow_though_some_inputs_are_zero(tmp_path: Path) -> None:
     model = network()
     found = replay_fault(tmp_path, model, lambda b: (1e30 * model(b["x"]).relu()).pow(2).mean(), {"x": numbers(6, 8)})
     assert found.cause == causes.OVERFLOW, str(found)
+
+
+def test_attention_without_its_maximum_gets_the_change_that_leaves_the_loss_as_it_is(tmp_path: Path) -> None:
+    model = network()
+
+    def loss_fn(batch: Batch) -> Tensor:
+        powers = torch.exp(1000 * model(batch["x"]))
+        return (powers / powers.sum(-1, keepdim=True)).square().mean()
+
+    found = replay_fault(tmp_path, model, loss_fn, {"x": numbers(6, 8)})
+    assert found.cause == causes.OVERFLOW
+    assert found.remedy.works
+    assert "rewrite as torch.softmax(z, dim) at " in found.remedy.change, str(found)
 
 
 def test_a_step_that_fails_by_chance_is_not_reproduced(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ class Attempt:
     """Buffers or weights that were finite before the step, and are not after forward or the update."""
     losses: tuple[float, ...] = ()
     """Losses of the good steps that updated the weights, if more steps followed; the step itself comes first."""
+    gradients: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The norm of the gradient of each trained parameter in the step itself."""
     error: str = ""
     trace: RangeTrace | None = None
     origin: Operation | None = None
@@ -236,11 +238,14 @@ def _run_steps(
     num_more: int,
 ) -> Attempt:
     losses: tuple[float, ...] = ()
+    gradients: Mapping[str, float] = {}
     update = subject.update
     optimizers = update.build(subject.model) if update is not None and num_more else []
     while True:
         value = _run_backward(subject, plan, loss, draw(), trace)
         found = replace(_describe_attempt(subject, name, plan, value, trace), losses=losses)
+        gradients = gradients if losses else found.gradients
+        found = replace(found, gradients=gradients)
         if update is None or not found.is_good or len(losses) == num_more:
             return found
         update.step(optimizers, _get_scale(subject, plan))
@@ -287,6 +292,8 @@ def _run_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any
 def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, trace: RangeTrace | None) -> Attempt:
     trained = list(subject.trained) or [p for p in subject.model.parameters() if p.requires_grad]
     gradients = [p.grad.detach() for p in trained if p.grad is not None]
+    names = {id(p): name for name, p in subject.model.named_parameters()}
+    norms = {names.get(id(p), "a parameter"): float(p.grad.norm()) for p in trained if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     buffers = dict(subject.model.named_buffers())
     ruined = [key for key, b in buffers.items() if has_fractions(b) and not b.isfinite().all()]
@@ -303,6 +310,7 @@ def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, tr
         loss=float(value),
         grad_norm=float(norm) / _get_scale(subject, plan),
         not_finite=tuple(ruined),
+        gradients=norms,
         trace=trace,
         origin=origin,
     )

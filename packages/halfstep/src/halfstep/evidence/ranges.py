@@ -80,6 +80,8 @@ class Operation:
     is_meant: bool = False
     """Whether the code intends the infinities, such as those of a mask."""
     has_raised: bool = False
+    function: type | None = None
+    """The autograd.Function in whose backward it ran."""
 
     @property
     def place(self) -> str:
@@ -143,6 +145,7 @@ class RangeTrace(TorchDispatchMode):
                 continue
             module, line = self._locate_backward() if is_backward else place
             seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
+            seen.function = _find_function() if is_backward else None
             last = self.operations[-1] if self.operations else seen
             if name == "scalar_tensor" and range_.num_nan and last.line == line:
                 # The last operation writes NaN itself where it is undefined, such as logdet of a negative determinant.
@@ -210,14 +213,18 @@ class RangeTrace(TorchDispatchMode):
             return LOSS, ""
         number = node._sequence_nr() + 1  # requested after the node was created
         module, line = self._places.get(number) or self._locate()
-        if isinstance(
-            node, autograd_function.BackwardCFunction
-        ):  # its backward is Python code: report the line inside it
+        if _find_function() is not None:  # its backward is Python code: report the line inside it
             # Only frames inside the custom backward: those outside of it belong to the loop that called it.
             frames = traceback.walk_stack(sys._getframe(2))
             inside = itertools.takewhile(lambda at: at[0].f_code.co_filename != autograd_function.__file__, frames)
             line = self._find_innermost(inside)[1] or line
         return module, line
+
+
+def _find_function() -> type | None:
+    """Return the autograd.Function whose backward is running."""
+    node = torch._C._current_autograd_node()
+    return node._forward_cls if isinstance(node, autograd_function.BackwardCFunction) else None
 
 
 def measure_range(tensor: Tensor) -> Range:

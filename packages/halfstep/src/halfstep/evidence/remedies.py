@@ -25,11 +25,14 @@ from halfstep.evidence.patches import (
     HALF,
     PATCHES,
     AtLines,
+    InLogs,
     IslandAt,
     Patch,
-    StableLogs,
     WithoutCasts,
+    combine_patches,
+    enter_in_backward,
     make_arguments_finite,
+    use_autograd_derivative,
 )
 from halfstep.evidence.ranges import LOSS, ROOT, Operation
 from halfstep.evidence.samples import draw_samples, drop_samples, take_rows
@@ -259,9 +262,8 @@ def _try_precision(
 def _try_code_changes(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     yield from _try_without_casts(subject, found, is_run=is_run)
     if found.origin is not None and found.origin.line:
-        yield from _try_stable_logs(subject)
-        for words, patch in PATCHES:
-            yield from _try_patch(subject, found.origin, words, patch)
+        yield from _try_equivalent(subject, found)
+        yield from _try_patches(subject, found.origin)
     if found.cause == causes.OVERFLOW:
         if found.start and subject.update is not None:
             yield from _try_slower(subject, found, rate, is_run=is_run)
@@ -273,6 +275,26 @@ def _try_code_changes(subject: Subject, found: Diagnosis, rate: float, *, is_run
     if found.rows:
         yield _try_without_samples(subject, found)
     yield from _try_two_of_each(subject)
+
+
+def _try_patches(subject: Subject, origin: Operation) -> Iterator[Remedy]:
+    """Try each patch alone; if none is enough, all that change something there; for a custom backward, autograd's
+    derivative."""
+    changing, is_enough = [], False
+    for words, patch in PATCHES:
+        for remedy in _try_patch(subject, origin, words, patch):
+            changing.append((words, patch))
+            is_enough |= remedy.works
+            yield remedy
+    if len(changing) > 1 and not is_enough:
+        words = ", and ".join(words for words, _ in changing)
+        yield from _try_patch(subject, origin, words, combine_patches([patch for _, patch in changing]))
+    if origin.function is not None:
+        name = origin.function.__name__
+        outcome = attempt(subject, "derived", around=use_autograd_derivative(origin.function), num_more=NUM_MORE)
+        if outcome.grad_norm > 0:  # else forward is not made of what autograd can derive
+            change = f"autograd's derivative of {name}.forward in place of {name}.backward (fix that, or leave it out)"
+            yield Remedy(change=change, outcome=outcome)
 
 
 def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
@@ -288,11 +310,14 @@ def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> I
         yield replace(wider, change=f"{change}, and {wider.change}")
 
 
-def _try_stable_logs(subject: Subject) -> Iterator[Remedy]:
-    logs = StableLogs()
-    outcome = attempt(subject, "stable logarithms", around=logs, num_more=NUM_MORE)
-    if logs.changes and outcome.first_is_good:
-        yield Remedy(change=f"rewrite as {' and '.join(logs.changes)}", outcome=outcome)
+def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
+    """Try logarithms in a better form. It is equivalent if its loss is that of fp64, where that is finite."""
+    exact, in_logs = next(run.loss for run in found.attempts if run.name == "fp64"), InLogs()
+    outcome = attempt(subject, "in logarithms", around=in_logs, num_more=NUM_MORE)
+    first = (*outcome.losses, outcome.loss)[0]
+    is_exact = not math.isfinite(exact) or math.isclose(first, exact, rel_tol=1e-3)
+    if in_logs.changed and outcome.first_is_good and is_exact:
+        yield Remedy(change=in_logs.describe(), outcome=outcome)
 
 
 def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
@@ -300,20 +325,28 @@ def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) ->
     lines = [origin.line]
     while True:
         there = AtLines(lines, patch)
-        outcome = attempt(subject, words, around=there, num_more=NUM_MORE)
+        outcome = attempt(subject, words, around=enter_in_backward(origin.function, there), num_more=NUM_MORE)
         # The patch affects no call at these lines: nothing was tried.
-        if not there.has_changed:
+        if not there.num_changed:
             return
         # The step itself decides here; whether later steps last is judged by the caller.
         if outcome.first_is_good or len(lines) == MOST_LINES:
             break
-        next_ = attempt(subject, words, around=AtLines(lines, patch), traced=True).origin
+        next_ = attempt(
+            subject, words, around=enter_in_backward(origin.function, AtLines(lines, patch)), traced=True
+        ).origin
         if next_ is None or next_.line in (*lines, ""):
             break
         lines.append(next_.line)
     change = f"{words} at {' and '.join(lines)}"
-    if outcome.grad_norm == 0:  # a clamp has no gradient beyond its limits: nothing would be trained
-        change, outcome = f"{change} (no gradient is left)", replace(outcome, error="no gradient is left")
+    if outcome.first_is_good:
+        # A clamp has no gradient beyond its limits. A parameter that has one with the change as the identity in
+        # backward, and none otherwise, would never be trained.
+        through = enter_in_backward(origin.function, AtLines(lines, patch, passes_gradient=True))
+        gradients = attempt(subject, words, around=through).gradients
+        if blocked := [name for name, norm in gradients.items() if norm and not outcome.gradients[name]]:
+            why = f"no gradient reaches {', '.join(blocked[:2])}"
+            change, outcome = f"{change} ({why})", replace(outcome, error=why)
     yield Remedy(change=change, outcome=outcome)
 
 
