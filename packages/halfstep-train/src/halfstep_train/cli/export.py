@@ -90,7 +90,7 @@ def refuse_wrong_family(run: Path, *, trust: bool) -> None:
     if workload not in KINDS:
         fix = "torch.onnx.export(model, ...) in your code, as docs/export.md shows"
     elif kind.export is not None:
-        fix = f"use {run / 'model'}, which training wrote in the format of other programs"
+        fix = f"use {run / 'model'}, which a run writes in the format of other programs when it ends"
     raise ConfigError(
         f"{workload} cannot be exported",
         why="this works for U-Net, ResNet, ViT and GPT-2, which take one tensor",
