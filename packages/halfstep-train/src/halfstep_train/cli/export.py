@@ -44,6 +44,8 @@ def command(
     """
     refuse_wrong_formats(to, format)
     refuse_bad_run(run, out)
+    if out is not None and not out.name:
+        raise ConfigError(f"--out {out} is the current folder", why="the export makes a new one", fix="--out ./NAME")
     if data is not None and not data.exists():
         raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     refuse_wrong_family(run, trust=trust)

@@ -245,7 +245,7 @@ def describe_export(config: LanguageConfig, store: Store, folder: Path) -> dict[
         facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         write_atomically(folder / "tokenizer_config.json", json.dumps(facts))
     return {
-        "input": "token ids, int64 (N, tokens)",
+        "input": "token ids, int64 (N, tokens); onnx takes at least 2 tokens",
         "output": "logits of the next token (N, tokens, vocab)",
         "vocab": store["vocab"],
         "context": get_context(config),
