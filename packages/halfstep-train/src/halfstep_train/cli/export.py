@@ -44,6 +44,8 @@ def command(
     """
     refuse_wrong_formats(to, format)
     refuse_bad_run(run, out)
+    if out is not None and not out.name:
+        raise ConfigError(f"--out {out} is the current folder", why="the export makes a new one", fix="--out ./NAME")
     if data is not None and not data.exists():
         raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     refuse_wrong_family(run, trust=trust)
@@ -90,7 +92,7 @@ def refuse_wrong_family(run: Path, *, trust: bool) -> None:
     if workload not in KINDS:
         fix = "torch.onnx.export(model, ...) in your code, as docs/export.md shows"
     elif kind.export is not None:
-        fix = f"use {run / 'model'}, which training wrote in the format of other programs"
+        fix = f"use {run / 'model'}, which a run writes in the format of other programs when it ends"
     raise ConfigError(
         f"{workload} cannot be exported",
         why="this works for U-Net, ResNet, ViT and GPT-2, which take one tensor",

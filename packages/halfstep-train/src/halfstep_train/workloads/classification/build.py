@@ -163,7 +163,8 @@ def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: 
         "std": STD,
         "size": side,
         "crop": get_evaluation_share(config.data, store),
-        "resize": "the centre square with `crop` of the shorter side, bilinear (Pillow, reducing_gap=2.0)",
+        "resize": "centre square of the upright image, `crop` of its shorter side, bilinear (Pillow, reducing_gap=2); "
+        "a JPEG is decoded (Image.draft) at the smallest of 1/8, 1/4, 1/2 at which that square has `size` pixels",
         "classes": store["classes"],
     }
 

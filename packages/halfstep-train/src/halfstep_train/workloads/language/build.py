@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import Key, make_generator
@@ -26,7 +28,7 @@ from halfstep_train.workloads.language.data import (
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep_train.workloads.language.scores import LanguageMetrics, count_targets
-from halfstep_train.workloads.language.tokenizers import Tokenizer, save_tokenizer
+from halfstep_train.workloads.language.tokenizers import Bpe, Tokenizer, save_tokenizer
 from halfstep_train.workloads.language.tokens import Tokens, TokenSamples
 from halfstep_train.workloads.language.writing import Sampling, continue_text
 
@@ -238,11 +240,16 @@ def describe_export(config: LanguageConfig, store: Store, folder: Path) -> dict[
     tokenizer = load_stored_tokenizer(store)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+    if isinstance(tokenizer, Bpe):  # AutoTokenizer would rebuild it as GPT-2's, without its normalizer
+        end = None if tokenizer.end is None else tokenizer.loaded.id_to_token(tokenizer.end)
+        facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        write_atomically(folder / "tokenizer_config.json", json.dumps(facts))
     return {
-        "input": "token ids, int64 (N, tokens)",
+        "input": "token ids, int64 (N, tokens); onnx takes at least 2 tokens",
         "output": "logits of the next token (N, tokens, vocab)",
         "vocab": store["vocab"],
         "context": get_context(config),
         "end_of_text": tokenizer.end if tokenizer is not None else None,
-        "tokenizer": "tokenizer.json (Hugging Face), or halfstep_tokenizer.json: ids are positions in its alphabet",
+        "tokenizer": "tokenizer.json (Hugging Face), or halfstep_tokenizer.json, whose ids are bytes of UTF-8, "
+        "positions in its alphabet, or those of a tiktoken encoding",
     }

@@ -339,10 +339,10 @@ def describe_export(config: UNetConfig, store: Store, folder: Path) -> dict[str,
     """Return what the model takes and returns."""
     side, channels = store["image_size"], store["channels"]
     return {
-        "input": f"image, float32 from 0 to 1 (N, {channels}, {side}, {side}): x / 255 for 8 bits, x / raw_scale else",
+        "input": f"image, float32 (N, {channels}, {side}, {side}): x / 255 (8 bits), x / 65535 (16) or x / raw_scale",
         "output": f"logits (N, {store['num_classes']}, {side}, {side}): the largest is the class; of one channel, > 0",
         "size": side,
-        "resize": "bicubic (Pillow) to the size; `halfstep predict` scales by `factors` instead and computes tiles",
+        "resize": "bicubic (Pillow) to the size; `halfstep predict` scales (height, width) by `factors`, in tiles",
         "factors": store["resize"],
         "channels": channels,
         "raw_scale": store["raw_scale"],
