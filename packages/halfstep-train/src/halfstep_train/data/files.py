@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import get_free_bytes, open_atomic_folder
-from halfstep.errors import DataError, Interrupted, explain_refused_pickle, format_bytes, summarise_error
+from halfstep.disk import open_atomic_folder
+from halfstep.errors import DataError, Interrupted, explain_refused_pickle, summarise_error
 
 Array = np.ndarray[Any, Any]
 
@@ -84,34 +84,6 @@ def require_folder(folder: str | Path | None) -> Path:
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
         )
     return root
-
-
-ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
-
-
-def check_free_space(path: Path, num_bytes: int, what: str) -> None:
-    """Raise if a cache cannot be written at `path`, or the disk has no room for it."""
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=ELSEWHERE)
-    free = get_free_bytes(path.parent)
-    if num_bytes > free:
-        why = f"{path.parent} has {format_bytes(free, digits=3)} left"
-        raise DataError(
-            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some space, or {ELSEWHERE}"
-        )
-
-
-@contextmanager
-def explain_full_disk(path: Path, what: str) -> Iterator[None]:
-    """Turn an OSError while a cache is written (full disk, quota) into an error that names the cache."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot write {what} {path}: {error.strerror or summarise_error(error)}",
-            why="this attempt left nothing behind",
-            fix=f"free some space there, or {ELSEWHERE}",
-        ) from error
 
 
 def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:

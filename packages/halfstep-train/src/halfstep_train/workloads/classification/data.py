@@ -130,14 +130,14 @@ def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
     with nullcontext() if quiet else PackingBar(path) as progress:
         pack = open_or_pack(folder, path, settings, progress=progress)
     return ImageData(
-        classes=pack.index.classes,
+        classes=pack.classes,
         train=_make_training_images(pack.train, config),
         val=_make_evaluation_images(pack.val, config, share),
         eval_share=share,
-        val_names=pack.index.names[pack.index.num_train :],
-        titles=pack.index.titles,
+        val_names=pack.val.names,
+        titles=pack.titles,
         about=_describe_layout(folder),
-        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_note_unvalidated(folder)),
+        notes=(*(f"left out: {why}" for why in pack.left_out), *_note_unvalidated(folder)),
     )
 
 

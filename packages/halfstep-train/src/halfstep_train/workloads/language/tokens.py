@@ -8,9 +8,7 @@ of -1, which do not count.
 Ids come from three kinds of files. `train.bin` and `val.bin` of nanoGPT are 16-bit ids and nothing else, with a
 `meta.pkl` in the same folder if the tokens are characters. Shards of llm.c (`*_train_*.bin`, `*_val_*.bin`) begin with
 256 32-bit numbers: a magic number, a version, the number of ids. Our token cache (see cache_file.py) holds the ids of a
-tokenised text, first of the training split, then of the validation split. Its index holds their number and width, and
-fingerprints of texts (names, sizes, times) and tokenizer. A cache of other texts or another tokenizer is rebuilt; a
-damaged one is an error.
+tokenised text, first of the training split, then of the validation split. Its index holds their number and width.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.disk import take_turn
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import VERIFIED_BYTES, CacheFile, is_cache, open_cache, write_cache
-from halfstep_train.data.files import Array, explain_full_disk, make_natural_key
+from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_or_write
+from halfstep_train.data.files import Array, make_natural_key
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.language.text_files import PROSE, TextFiles
 from halfstep_train.workloads.language.tokenizers import Characters, Tokenizer, identify
@@ -251,7 +248,6 @@ class _PlainValues(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds an object ({module}.{name}); only plain values are read")
 
 
-ENDING, TOKENS = ".tokens", "token cache"
 TOKENISED_AT_ONCE = 2**22
 """Number of characters."""
 CUT = re.compile(r"\S\n(?=\S)")
@@ -260,32 +256,30 @@ CUT = re.compile(r"\S\n(?=\S)")
 
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
     """Return the ids of both splits from the cache at `path`; write it first if necessary."""
-    wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _hash_text(identify(tokenizer)), "cut": texts.cut}
-    with take_turn(path):
-        if not path.exists() or _open_cache(path, verify_bytes=0).index["made_from"] != wanted:
-            _write_cache(texts, tokenizer, path, wanted)
-    return _map_tokens(_open_cache(path))
+    settings = {"tokenizer": identify(tokenizer), "cut": texts.cut}
+    made_from = fingerprint_files(texts.root, (texts.train, texts.val), settings)
+    file, _ = open_or_write(path, "token cache", made_from, lambda writer: _write_tokens(texts, tokenizer, writer))
+    kind, (num_train, num_val) = np.dtype(file.index["dtype"]), file.index["counts"]
+    train = file.map(kind, (num_train,))
+    val = file.map(kind, (num_val,), start=num_train * kind.itemsize)
+    return Tokens([train], paths=(path,)), Tokens([val], paths=(path,))
 
 
 def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
     """Return the default path of the cache: a hidden file next to the texts."""
     folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
-    return folder / f".{name}-{_hash_text(identify(tokenizer))[:8]}{ENDING}"
+    return folder / f".{name}-{hashlib.sha256(identify(tokenizer).encode()).hexdigest()[:8]}.tokens"
 
 
-def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
-    """Tokenise texts and write the cache."""
+def _write_tokens(texts: TextFiles, tokenizer: Tokenizer, file: CacheWriter) -> None:
     kind, ends = _choose_dtype(tokenizer), [0]
-    with explain_full_disk(path, "the token cache"):
-        path.parent.mkdir(parents=True, exist_ok=True)
     # An estimate for most texts, at four bytes of text per token. Running out of space later is still an error.
-    num_bytes = sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4
-    with write_cache(path, TOKENS, num_bytes) as file:
-        for part in ("train", "val"):
-            for ids in _encode(texts, tokenizer, part):
-                file.write(ids.astype(kind).tobytes())
-            ends.append(file.num_bytes // kind.itemsize)
-        file.index = {"dtype": kind.name, "counts": [ends[1], ends[2] - ends[1]], "made_from": made_from}
+    file.require_space(sum(path.stat().st_size for path in texts.all) * kind.itemsize // 4)
+    for part in ("train", "val"):
+        for ids in _encode(texts, tokenizer, part):
+            file.write(ids.astype(kind).tobytes())
+        ends.append(file.num_bytes // kind.itemsize)
+    file.index = {"dtype": kind.name, "counts": [ends[1], ends[2] - ends[1]]}
 
 
 def tokenise(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
@@ -318,27 +312,3 @@ def _split_text(text: str) -> Iterator[str]:
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]
-
-
-def _open_cache(path: Path, *, verify_bytes: int = VERIFIED_BYTES) -> CacheFile:
-    # Do not suggest removing a file that has neither our header nor our extension: it may be valuable.
-    is_ours = is_cache(path, TOKENS) or path.suffix == ENDING
-    fix = "remove it: it is rebuilt" if is_ours else "choose a new file: data.cache_file=FILE"
-    return open_cache(path, TOKENS, fix, verify_bytes=verify_bytes)
-
-
-def _map_tokens(file: CacheFile) -> tuple[Tokens, Tokens]:
-    """Memory-map the ids of both splits."""
-    kind, (num_train, num_val) = np.dtype(file.index["dtype"]), file.index["counts"]
-    train = file.map(kind, (num_train,))
-    val = file.map(kind, (num_val,), start=num_train * kind.itemsize)
-    return Tokens([train], paths=(file.path,)), Tokens([val], paths=(file.path,))
-
-
-def _fingerprint_texts(texts: TextFiles) -> str:
-    entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in texts.all]
-    return _hash_text(repr((len(texts.train), entries)))
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
