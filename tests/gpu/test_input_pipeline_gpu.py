@@ -12,12 +12,13 @@ from halfstep_train.data.image_folder import FolderLayout, find_images
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Loader, Samples
 from halfstep_train.data.packed import PackSettings, pack
-from halfstep_train.workloads.classification.augment import ImageChanges, prepare_images
+from halfstep_train.workloads.classification.augment import prepare_images
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
-EVERYTHING = ImageChanges(brightness=0.4, erase=0.5)
+EVERYTHING = ImageAugmentConfig(brightness=0.4, erase=0.5)
 
 
 @pytest.fixture(params=["files", "packed"])

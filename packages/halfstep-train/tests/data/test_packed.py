@@ -21,7 +21,8 @@ from halfstep_train.data.packed import (
     open_or_pack,
     open_pack,
 )
-from halfstep_train.workloads.classification.augment import ImageChanges, prepare_images
+from halfstep_train.workloads.classification.augment import prepare_images
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 from warm_processes import process
 from whole_runs import small_disk
 
@@ -52,7 +53,7 @@ def test_packed_crops_show_what_the_files_crops_show(folder: ImageFolder, tmp_pa
     files = next(Loader(TrainingFiles(folder.train, size=48), batch_size=10, seed=2).iterate_epoch(3))
     stored = next(Loader(TrainingImages(made.train), batch_size=10, seed=2).iterate_epoch(3))
     assert torch.equal(files["index"], stored["index"])
-    first, second = (prepare_images(batch, 48, changes=ImageChanges(), key=(0, 7)) for batch in (files, stored))
+    first, second = (prepare_images(batch, 48, changes=ImageAugmentConfig(), key=(0, 7)) for batch in (files, stored))
     # Smooth pictures: a few of 255 levels from JPEG and the second interpolation, where another crop differs by 50.
     assert (first - second).abs().mean() < 0.03
     other = prepare_images(next(Loader(TrainingImages(made.train), batch_size=10, seed=2).iterate_epoch(4)), 48)

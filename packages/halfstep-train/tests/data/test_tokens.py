@@ -148,12 +148,10 @@ def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) ->
     (tmp_path / "odd.bin").write_bytes(b"abc")
     np.arange(500, dtype=np.uint32).tofile(tmp_path / "wide.bin")
     (tmp_path / "text.bin").write_text("Größer als ein Byte.\n" * 20)
-    with (tmp_path / "saved.bin").open("wb") as file:
-        np.save(file, np.arange(500, dtype=np.uint16))
     shard(tmp_path / "short.bin", [1, 2, 3], count=9)
     shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
     for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "hold text: 'Größer"),
-                       ("saved", r"np\.save"), ("short", "header claims 9"),
+                       ("short", "header claims 9"),
                        ("newer", "version 2")):  # fmt: skip
         with pytest.raises(DataError, match=word):
             open_ids(tmp_path / f"{name}.bin")
@@ -268,8 +266,6 @@ def test_texts_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b" \n")
     with pytest.raises(DataError, match=r"latin\.txt is empty"):
         texts_at(tmp_path)
-    with pytest.raises(DataError, match="no text at"):
-        texts_at(tmp_path / "nowhere")
     (tmp_path / "pictures").mkdir()
     with pytest.raises(DataError, match="no text in"):
         texts_at(tmp_path / "pictures")

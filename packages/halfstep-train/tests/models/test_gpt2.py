@@ -176,11 +176,6 @@ def test_the_loss_is_that_of_the_logits_and_the_padded_tokens_have_no_chance() -
     assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
 
 
-def test_a_text_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(ModelError, match="13 tokens for a model of context 12"):
-        small()(ids(length=13))
-
-
 def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> None:
     model, tokens = small().eval(), ids()
     memories = model.make_caches()

@@ -84,7 +84,6 @@ FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")
 TRAIN, TEST = "train", "t10k"
 BYTES = 8
 """The idx format's code for unsigned bytes."""
-FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def find_idx_folder(root: Path) -> Path | None:
@@ -101,12 +100,6 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
             f"{folder}: a test label is {int(test.labels.max())}", why=f"training has {num_classes} classes"
         )
     return tuple(str(number) for number in range(num_classes)), train, test
-
-
-def find_idx_titles(folder: Path) -> dict[str, str]:
-    """Return the names of Fashion-MNIST's classes, which its files lack, if the folder's name contains `fashion`."""
-    is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
-    return {str(number): title for number, title in enumerate(FASHION)} if is_fashion else {}
 
 
 def _read_idx_images(folder: Path, part: str) -> StoredImages:

@@ -162,33 +162,28 @@ def make_natural_key(name: str) -> list[tuple[int, str]]:
 
 def load_array(path: Path) -> Array:
     """Return the values of an array file unchanged, without unpickling code; an error names a corrupt file."""
+    writer = "np.save" if path.suffix.lower() == ".npy" else "torch.save"
     try:
-        if path.suffix.lower() == ".npy":
+        if writer == "np.save":
             # Mapped, so that asking for the shape alone reads the header alone.
             return np.load(path, mmap_mode="r", allow_pickle=False)
-    except UNREADABLE as error:
-        raise make_unreadable_error(path, error) from error
-    try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except Interrupted:  # by a signal
         raise
+    except OSError as error:
+        raise make_unreadable_error(path, error) from error
     except Exception as error:  # a foreign file can break a reader in any way
-        raise _explain_torch_load(path, error) from error
+        # Not torch's own message, which advises to switch its check off.
+        why = explain_refused_pickle(error) or f"it is not a file of {writer}, or it is damaged or incomplete"
+        raise DataError(
+            f"cannot read {path}",
+            why=why,
+            fix="save the values alone, np.save(FILE, array) or torch.save(tensor, FILE), or leave bad files out: "
+            "data.on_bad_file=skip",
+        ) from error
     if not isinstance(tensor, torch.Tensor):
         raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
     return tensor.numpy()
-
-
-def _explain_torch_load(path: Path, error: Exception) -> DataError:
-    """Explain why torch.load refused a file, without torch's advice to switch its check off."""
-    why = explain_refused_pickle(error) or "it is not a file of torch.save, or it is damaged or incomplete"
-    if isinstance(error, OSError) and error.strerror:
-        why = error.strerror
-    return DataError(
-        f"cannot read {path}",
-        why=why,
-        fix="save the tensor alone, torch.save(tensor, FILE), or leave bad files out: data.on_bad_file=skip",
-    )
 
 
 def make_unreadable_error(path: Path, error: BaseException) -> DataError:

@@ -15,7 +15,7 @@ from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.other_data import use_all_pictures
 from halfstep_train.workloads.base.using import LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.classification.scores import ClassificationDetails, Mistake
+from halfstep_train.workloads.classification.scores import ClassificationDetails
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,11 +60,8 @@ class ClassificationEvaluation(PlainEvaluation):
         draw_confusion(self.metrics.get_confusion().tolist(), self.names, paths[0])
         if mistakes := self.metrics.list_mistakes():
             paths.append(folder / "mistakes.png")
-            draw_mistakes(
-                [self._describe_mistake(mistake) for mistake in mistakes[:SHOWN_MISTAKES]],
-                paths[1],
-                total=len(mistakes),
-            )
+            shown = [self._describe_mistake(*mistake) for mistake in mistakes[:SHOWN_MISTAKES]]
+            draw_mistakes(shown, paths[1], total=len(mistakes))
         return paths
 
     def _find_rival(self, row: np.ndarray[Any, Any], number: int) -> str:
@@ -73,14 +70,14 @@ class ClassificationEvaluation(PlainEvaluation):
         rival = int(others.argmax())
         return f"{self.names[rival]} ({others[rival]:,})" if others[rival] else ""
 
-    def _describe_mistake(self, mistake: Mistake) -> ShownMistake:
+    def _describe_mistake(self, index: int, label: int, predicted: int, confidence: float) -> ShownMistake:
         names = self.workload.val_names
         return ShownMistake(
-            image=get_shown_pixels(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
-            truth=self.names[mistake.label],
-            answer=self.names[mistake.predicted],
-            confidence=mistake.confidence,
-            file=names[mistake.index] if names else f"sample {mistake.index}",
+            image=get_shown_pixels(self.workload.val_samples.sample(index, key=(0, 0, index))),
+            truth=self.names[label],
+            answer=self.names[predicted],
+            confidence=confidence,
+            file=names[index] if names else f"sample {index}",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +199,6 @@ def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
 def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
-
-
-def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
-    """Return the preparation that a user of another framework would write."""
-    return lambda batch: batch  # token ids need no preparation
 
 
 def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:

@@ -133,15 +133,7 @@ def _open_ids(
             ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
             ("tokenizer", named),
         ),
-        notes=() if files.val else (f"there is no validation: {_explain_no_validation(root)}",),
-    )
-
-
-def _explain_no_validation(root: Path) -> str:
-    return (
-        f"{root} has no .bin with `val` in its name"
-        if root.is_dir()
-        else f"data.dir is the file {root.name}, not its folder"
+        notes=() if files.val else (f"there is no validation: data.dir={root} holds no .bin with `val` in its name",),
     )
 
 

@@ -52,10 +52,6 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     if root.is_file():
         _check_texts([root], BadFiles("error"))
         return _use_one_file(root, root, val_fraction)
-    if not root.is_dir():
-        raise DataError(
-            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
-        )
     prose, code = (list_files(root, endings, recursive=True) for endings in (PROSE, CODE))
     endings = PROSE if prose else CODE
     train, val = _find_named_part(root, TRAIN_NAMES, endings), _find_named_part(root, VALIDATION_NAMES, endings)

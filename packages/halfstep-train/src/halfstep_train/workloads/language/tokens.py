@@ -123,7 +123,6 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
 HEADER_NUMBERS = 256
 LLMC: dict[int, tuple[int, Any]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """File version and type of ids by llm.c's magic number, for GPT-2 and for Llama 3."""
-NUMPY_FILE = b"\x93NUMPY"
 LOOKED_AT = 2**26
 """Number of ids per file that are compared with the vocabulary before training; the rest is checked when it is read."""
 
@@ -172,13 +171,6 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
         magic, version, count = (int(number) for number in np.fromfile(path, dtype=np.int32, count=3))
         if magic in LLMC:
             return _open_shard(path, size, magic, version, count)
-    with path.open("rb") as file:
-        if file.read(len(NUMPY_FILE)) == NUMPY_FILE:
-            raise DataError(
-                f"{path} was written by np.save and has a header",
-                why="a .bin is read as 16-bit ids and nothing else, as nanoGPT writes them",
-                fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
-            )
     if size % 2:
         raise DataError(
             f"{path} has {size:,} bytes, an odd number",

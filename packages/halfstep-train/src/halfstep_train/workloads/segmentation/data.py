@@ -7,7 +7,7 @@ index.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError, make_printable, suggest_nearest
+from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.files import (
     VALIDATION_NAMES,
     BadFiles,
@@ -38,6 +39,7 @@ from halfstep_train.data.images import (
 )
 from halfstep_train.data.layouts import ID, Layout, NamePattern, PairLayout, PairNames, find_layout
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
+from halfstep_train.workloads.segmentation.config import UNetDataConfig
 from halfstep_train.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
@@ -60,16 +62,6 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """How to split pairs if the folder has no split: by lists of ids, or at random by a fraction."""
-
-    val_fraction: float = 0.1
-    seed: int = 0
-    train_list: Path | None = None
-    val_list: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FoundPairs:
     """The pairs of a data folder, and facts that follow from its layout."""
 
@@ -82,23 +74,23 @@ class FoundPairs:
     has_background: bool = True
 
 
-def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
-    """Find the training and validation pairs of a data folder."""
-    root = require_folder(root)
-    folder, found = find_layout(root, layout)
+def find_pairs(data: UNetDataConfig, bad_files: BadFiles) -> FoundPairs:
+    """Find the training and validation pairs at `data.dir`."""
+    root = require_folder(data.dir)
+    folder, found = find_layout(root, fill_from_settings(PairLayout, data))
     parts = [names for names in (found.train, found.val) if names]
     pairs = [_match_pairs(folder, names, bad_files, some_without_masks=found.some_without_masks) for names in parts]
     for path in _find_unpaired_masks(folder, parts, pairs):
         bad_files.report(_make_unpaired_error(path, f"an image {found.train.images}"))
-    where, has_lists = _describe_location(root, folder, found), split.train_list or split.val_list
+    where, has_lists = _describe_location(root, folder, found), data.train_list or data.val_list
     if found.lists and not has_lists:
-        lists = [folder / name for name in found.lists]
-        split = replace(split, train_list=lists[0], val_list=lists[1])
+        lists = [str(folder / name) for name in found.lists]
+        data = data.model_copy(update={"train_list": lists[0], "val_list": lists[1]})
         where += f"; split by {found.lists[0]} and {found.lists[1]}"
     elif found.val is None and not has_lists:
         where += _note_unused_list(folder)
     if found.val is None or has_lists:
-        train, val = split_pairs([pair for part in pairs for pair in part], split)
+        train, val = split_pairs([pair for part in pairs for pair in part], data)
     else:
         train, val = pairs
         where += f"; validation: {found.val}"
@@ -155,11 +147,11 @@ def _find_unpaired_masks(root: Path, parts: Sequence[PairNames], pairs: Sequence
     return sorted(path for path, used in is_used.items() if not used and path not in images)
 
 
-def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """Split by lists if given, otherwise at random; the same pairs and seed give the same split."""
-    if split.train_list or split.val_list:
-        return _split_by_lists(pairs, split)
-    if split.val_fraction <= 0:
+def split_pairs(pairs: Sequence[Pair], data: UNetDataConfig) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Split by lists if given, otherwise at random; the same pairs give the same split."""
+    if data.train_list or data.val_list:
+        return _split_by_lists(pairs, data)
+    if data.val_fraction <= 0:
         return tuple(pairs), ()
     if len(pairs) < 2:
         raise DataError(
@@ -167,17 +159,17 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
             why="validating on training images would measure nothing",
             fix="add images, or train without validation: data.val_fraction=0",
         )
-    train, val = split_off(pairs, split.val_fraction, split.seed)
+    train, val = split_off(pairs, data.val_fraction, seed=0)
     return tuple(train), tuple(val)
 
 
-def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+def _split_by_lists(pairs: Sequence[Pair], data: UNetDataConfig) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
     """Split by one or both lists; without one of them, the other images form that split."""
-    val = _read_list(pairs, split.val_list)
-    train = _read_list(pairs, split.train_list)
-    if split.val_list is None:
+    val = _read_list(pairs, data.val_list)
+    train = _read_list(pairs, data.train_list)
+    if data.val_list is None:
         val = tuple(pair for pair in pairs if pair not in train)
-    if split.train_list is None:
+    if data.train_list is None:
         train = tuple(pair for pair in pairs if pair not in val)
     both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=make_natural_key)
     if both:
@@ -187,10 +179,11 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
     return train, val
 
 
-def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+def _read_list(pairs: Sequence[Pair], file: str | None) -> tuple[Pair, ...]:
     """Return the pairs that a text file lists, by file name or id."""
-    if path is None:
+    if file is None:
         return ()
+    path = Path(file)
     if not path.is_file():
         raise DataError(f"no list of ids at {path}", fix="give a text file with one id per line")
     by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}

@@ -130,19 +130,13 @@ class SegmentationEvaluation(PlainEvaluation):
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
         """Return the scores of each class; None for a class that is absent from truth and prediction."""
-        found = self.metrics.count_by_class()
-        total = sum(pixels.true for pixels in found)
         return tuple(
             {
                 "class": f"{number}" + (" (background)" if number == self.background else ""),
                 "mask value": str(self.values[number]),
-                "IoU": pixels.iou,
-                "Dice": pixels.dice,
-                "precision": pixels.precision,
-                "recall": pixels.recall,
-                "share of pixels": pixels.true / total if total else None,
+                **scores,
             }
-            for number, pixels in enumerate(found)
+            for number, scores in enumerate(self.metrics.score_classes())
         )
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:

@@ -28,13 +28,6 @@ class MaskTable:
     values: tuple[MaskValue, ...]
     ignored: MaskValue | None = None
 
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.values) < IGNORED or len(set(self.values)) < len(self.values):
-            raise DataError(
-                f"a mask table with {len(self.values)} values: {list_some(self.values)}",
-                why=f"1 to {IGNORED - 1} different values can be classes",
-            )
-
     @property
     def is_colour(self) -> bool:
         """True if any class is an RGB colour."""
@@ -72,10 +65,8 @@ class MaskTable:
 
 def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
     """Make a table from plain lists, as in JSON or a config."""
-    return MaskTable(
-        values=tuple(_parse_value(value) for value in values),
-        ignored=None if ignored is None else _parse_value(ignored),
-    )
+    parsed = [tuple(value) if isinstance(value, list) else value for value in (*values, ignored)]
+    return MaskTable(values=tuple(parsed[:-1]), ignored=parsed[-1])
 
 
 def list_mask_files(path: Path) -> list[Path]:
@@ -190,10 +181,3 @@ def _encode_value(value: MaskValue, *, colour: bool) -> int:
 
 def _decode_value(code: int, *, colour: bool) -> MaskValue:
     return (code >> 16 & 255, code >> 8 & 255, code & 255) if colour else code
-
-
-def _parse_value(value: Any) -> MaskValue:
-    if isinstance(value, (list, tuple)):
-        red, green, blue = (int(part) for part in value)
-        return red, green, blue
-    return int(value)
