@@ -16,6 +16,7 @@ def pixels_of(listing: Listing, side: int) -> np.ndarray[tuple[int, ...], np.dty
     return np.stack([np.asarray(image, dtype=np.float64).ravel() / 255 for image in images])
 
 
+@pytest.mark.slow
 def test_a_linear_model_on_its_pixels_stays_under_sixty_percent(tmp_path: Path) -> None:
     write_demo(tmp_path / "demo")
     folder = find_images(tmp_path / "demo", FolderLayout())

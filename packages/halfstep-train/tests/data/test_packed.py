@@ -23,7 +23,6 @@ from halfstep_train.data.packed import (
 )
 from halfstep_train.workloads.classification.augment import prepare_images
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
-from warm_processes import process
 from whole_runs import small_disk
 
 SMALL = PackSettings(size=32, workers=2)
@@ -192,30 +191,6 @@ def test_processes_of_one_run_pack_once(folder: ImageFolder, tmp_path: Path) -> 
         )
     assert told == list(range(1, 17))
     assert torch.equal(made[0].train.pixels, made[1].train.pixels)
-
-
-def packs_slowly(root: Path, path: Path) -> None:
-    def slow(done: int, total: int) -> None:
-        print(done, flush=True)
-        time.sleep(60)
-
-    open_or_pack(find_images(root, FolderLayout()), path, PackSettings(size=32), progress=slow, force=True)
-
-
-def test_a_killed_packing_leaves_the_old_file_and_can_start_again(folder: ImageFolder, tmp_path: Path) -> None:
-    path = tmp_path / "a.pack"
-    open_or_pack(folder, path, SMALL)
-    before = path.read_bytes()
-    said = tmp_path / "said"
-    said.touch()
-    with process(packs_slowly, folder.root, path, output=said) as packing:
-        while not said.read_text():
-            assert packing.is_alive()
-            time.sleep(0.01)
-    assert path.read_bytes() == before
-    assert len(list(tmp_path.glob("*a.pack*"))) == 2  # a hidden leftover
-    open_or_pack(folder, path, SMALL, force=True)
-    assert list(tmp_path.glob("*a.pack*")) == [path]
 
 
 def test_the_pack_inside_a_folder_is_no_class_and_no_picture(folder: ImageFolder) -> None:

@@ -318,9 +318,3 @@ def test_a_damaged_cache_is_rebuilt_and_other_files_are_kept(tmp_path: Path) -> 
     (tmp_path / "mine.json").write_text("{}" * 50)
     with pytest.raises(DataError, match="exists and is not a token cache"):
         open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "mine.json")
-
-
-@pytest.mark.parametrize(("fraction", "said"), [(0.1, "10%"), (0.00001, "0.001%")])
-def test_the_part_held_out_of_one_text_is_said_however_small(tmp_path: Path, fraction: float, said: str) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    assert texts_at(tmp_path, fraction).source == f"the last {said} of a.txt"

@@ -111,11 +111,6 @@ def test_positions_of_the_models_own_size_are_untouched_and_the_class_tokens_alw
     assert torch.equal(larger[:, 0], positions[:, 0])
 
 
-def test_a_constant_position_grid_stays_constant_when_resized() -> None:
-    larger = resize_positions(torch.full((1, 17, 2), 0.5), 8, 8)
-    torch.testing.assert_close(larger, torch.full((1, 65, 2), 0.5))
-
-
 def test_registers_and_layer_scale_add_their_parameters_only_when_on() -> None:
     plain, extended = tiny(), tiny(registers=4, layer_scale=1e-5)
     extra = set(extended.state_dict()) - set(plain.state_dict())

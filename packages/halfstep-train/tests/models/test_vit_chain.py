@@ -239,17 +239,6 @@ def test_the_layers_run_with_layer_scale_and_without_gradients(monkeypatch: pyte
         assert not chain_is_used(plain, lambda: plain(IMAGES), monkeypatch)
 
 
-def test_a_layer_frozen_after_compiling_gets_no_gradient() -> None:
-    model = tiny()
-    compiled = torch.compile(model, backend="aot_eager")
-    with force(True, "chain"):
-        compiled(IMAGES)
-        frozen(model)
-        compiled(IMAGES).sum().backward()
-    assert model.encoder.layers[1].self_attention.in_proj_bias.grad is None  # type: ignore[union-attr]
-    assert model.encoder.layers[1].self_attention.in_proj_weight.grad is not None  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("change", [with_a_wrapped_block, with_a_norm_for_a_block])
 def test_a_block_replaced_after_compiling_is_called(change: Callable[[ViT], None]) -> None:
     torch.compiler.reset()

@@ -18,6 +18,7 @@ SUPPORT = Path(__file__).resolve().parents[4] / "tests" / "support"
 SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0"]
 
 
+@pytest.mark.slow
 def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
