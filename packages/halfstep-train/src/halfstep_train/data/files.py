@@ -58,6 +58,16 @@ class BadFiles:
             raise error
         self.skipped.append(error)
 
+    def try_each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[tuple[Item, Result]]:
+        """Run `work` on every item in threads; return the items without an error, and report the others in order."""
+        done = []
+        for item, outcome in zip(items, run_in_threads(work, items), strict=True):
+            if isinstance(outcome, DataError):
+                self.report(outcome)
+            else:
+                done.append((item, outcome))
+        return done
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes for the user about the files left out."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.errors import DataError, format_count
+from halfstep.errors import DataError
 from halfstep_train.data.cache_file import (
     VERIFIED_BYTES,
     CacheFile,
@@ -163,16 +163,7 @@ def explain_stale(pack: Pack, folder: ImageFolder, settings: PackSettings) -> st
     """Explain why training on the folder would rebuild a cache; empty if it would not."""
     if pack.made_from == fingerprint_folder(folder, settings):
         return ""
-    now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}
-    packed = {*pack.train.names, *pack.val.names}
-    gone = len(packed - now)
-    if gone or len(now) != len(packed) + len(pack.left_out):
-        new = len(now - packed) - len(pack.left_out)
-        return f"the folder changed since it was packed ({format_count(max(new, 0), 'image')} new, {gone:,} gone)"
-    return (
-        "an image changed or moved to another split since it was packed, or the settings differ "
-        "(size, split, on-bad-file)"
-    )
+    return "its images, their split or the settings (size, on-bad-file) changed since it was packed"
 
 
 def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:

@@ -145,26 +145,22 @@ def _explain_unreadable(path: Path, error: Exception) -> ModelError:
     """Return an error that says why a file cannot be read."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
-    for beginning, (why, fix) in NOT_WEIGHTS.items():
-        if start.startswith(beginning):
-            return ModelError(f"cannot read the weights in {path}", why=why, fix=fix)
-    text = str(error)
-    if why := explain_refused_pickle(error):
-        return ModelError(
-            f"cannot read the weights in {path}",
-            why=why,
-            fix="load it in Python where you trust it and save only the weights: torch.save(model.state_dict(), FILE), "
-            "or safetensors.torch.save_file(model.state_dict(), FILE)",
-        )
     # Do not show torch's message: it is very long and advises disabling safety, and that of its unpickler is cryptic.
     writer = "safetensors" if path.suffix == ".safetensors" else "torch.save"
     why = f"it is not a file of {writer}, or it is damaged or incomplete"
-    why = "it is a TorchScript program, not a state dict" if "TorchScript" in text else why
-    return ModelError(
-        f"cannot read the weights in {path}",
-        why=f"{error.strerror}" if isinstance(error, OSError) and error.strerror else why,
-        fix="download or copy it again: a safetensors file, or a .pth that holds only tensors and plain values",
-    )
+    fix = "download or copy it again: a safetensors file, or a .pth that holds only tensors and plain values"
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    if refused := explain_refused_pickle(error):
+        why = refused
+        fix = (
+            "load it in Python where you trust it and save only the weights: torch.save(model.state_dict(), FILE), "
+            "or safetensors.torch.save_file(model.state_dict(), FILE)"
+        )
+    for beginning, known in NOT_WEIGHTS.items():
+        if start.startswith(beginning):
+            why, fix = known
+    return ModelError(f"cannot read the weights in {path}", why=why, fix=fix)
 
 
 def _name_few(names: Iterable[str]) -> str:

@@ -177,26 +177,15 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
     """Build a ResNet or ViT."""
     checkpointing = config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
-        shape = config.model
-        return build_resnet(
-            get_model_name(config),
-            blocks=shape.blocks,
-            num_classes=num_classes,
-            width=shape.width,
-            stem=shape.stem,
-            checkpointing=checkpointing,
-        )
+        sizes = config.model.model_dump(include={"blocks", "width", "stem"})
+        return build_resnet(get_model_name(config), num_classes=num_classes, checkpointing=checkpointing, **sizes)
     assert isinstance(config, ViTConfig)
-    size = config.model
     model = build_vit(
         get_model_name(config),
-        depth=size.depth,
-        heads=size.heads,
-        dim=size.dim,
-        patch=size.patch,
         num_classes=num_classes,
         image_size=config.data.image_size,
         checkpointing=checkpointing,
+        **config.model.model_dump(include={"depth", "heads", "dim", "patch"}),
     )
     eval_size = get_evaluation_size(config.data)
     compute_grid(eval_size, eval_size, model.patch)  # raise now, not at the first validation

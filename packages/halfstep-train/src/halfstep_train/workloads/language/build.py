@@ -141,15 +141,8 @@ def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 
 def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     """Return the size of the model: published, as configured, and with the vocabulary of the tokenizer."""
-    settings = config.model
-    return get_size(
-        get_model_name(config),
-        depth=settings.depth,
-        heads=settings.heads,
-        dim=settings.dim,
-        context=settings.context,
-        vocab=store["vocab"],
-    )
+    sizes = config.model.model_dump(include={"depth", "heads", "dim", "context"})
+    return get_size(get_model_name(config), **sizes, vocab=store["vocab"])
 
 
 def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:

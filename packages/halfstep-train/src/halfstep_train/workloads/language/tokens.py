@@ -171,28 +171,21 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
         magic, version, count = (int(number) for number in np.fromfile(path, dtype=np.int32, count=3))
         if magic in LLMC:
             return _open_shard(path, size, magic, version, count)
+    # Recognise common mistakes by the first ids: text, or ids of 32 bits. In ids, every other byte is small.
+    first, mistake = np.fromfile(path, dtype=np.uint16, count=4096), ""
     if size % 2:
+        mistake = f"has {size:,} bytes, an odd number"
+    elif len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:
+        mistake = f"seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}"
+    elif len(first) > 64 and not first[1::2].any() and first[::2].any():
+        mistake = "seems to hold 32-bit ids: every second 16-bit one is 0"
+    if mistake:
         raise DataError(
-            f"{path} has {size:,} bytes, an odd number",
-            why="16-bit ids, as nanoGPT writes them, take two bytes each, and there is no llm.c header",
-            fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
+            f"{path} {mistake}",
+            why="a .bin without llm.c's header is read as 16-bit ids, as nanoGPT writes them",
+            fix=f"np.array(ids, dtype=np.uint16).tofile(path), or name a text {path.stem}.txt",
         )
-    ids = np.memmap(path, dtype=np.uint16, mode="r")
-    # Recognise common mistakes by the first ids: text, or ids of 32 bits.
-    first = np.asarray(ids[:4096])
-    if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # in ids, every other byte is small
-        raise DataError(
-            f"{path} seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}",
-            why="a .bin is read as 16-bit ids, as nanoGPT writes them",
-            fix=f"name it {path.stem}.txt",
-        )
-    if len(first) > 64 and not first[1::2].any() and first[::2].any():
-        raise DataError(
-            f"{path} seems to hold 32-bit ids: every second 16-bit one is 0",
-            why="headerless files are read as 16-bit ids, as nanoGPT writes them",
-            fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
-        )
-    return ids
+    return np.memmap(path, dtype=np.uint16, mode="r")
 
 
 def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> np.ndarray[Any, Any]:

@@ -266,10 +266,8 @@ def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
     return UNet(
         in_channels=store["channels"],
         num_classes=store["num_classes"],
-        base_channels=config.model.base_channels,
-        depth=depth,
-        bilinear=config.model.bilinear,
         checkpointing=config.train.activation_checkpointing,
+        **config.model.model_dump(include={"base_channels", "depth", "bilinear"}),
     )
 
 

@@ -6,7 +6,7 @@ index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,10 @@ from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.files import (
     VALIDATION_NAMES,
     BadFiles,
-    Item,
-    Result,
     list_images,
     list_some,
     make_natural_key,
     require_folder,
-    run_in_threads,
     split_off,
 )
 from halfstep_train.data.images import (
@@ -309,24 +306,23 @@ class Scan:
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
-    found = [(pair, facts) for pair, facts in _run_for_each(inspect, pairs, bad_files) if facts is not None]
+    found = bad_files.try_each(inspect, pairs)
     if not found:
         raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
-    ranges = _run_for_each(measure_raw_range, raw_images, bad_files)
     return Scan(
         pairs=tuple(pair for pair, _ in found),
         sizes=tuple(facts.size for _, facts in found),
         channels=max(facts.channels for _, facts in found),
         is_float=any(facts.kind != "uint8" for _, facts in found),
-        raw={path: limits for path, limits in ranges if limits is not None},
+        raw=dict(bad_files.try_each(measure_raw_range, raw_images)),
     )
 
 
 def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
     """Return all values that occur in the masks, which are all decoded; the run stores the result."""
-    found = _run_for_each(read_values, [pair.mask for pair in pairs], bad_files)
-    return {value for _, values in found for value in values or ()}
+    found = bad_files.try_each(read_values, [pair.mask for pair in pairs])
+    return {value for _, values in found for value in values}
 
 
 def _inspect(pair: Pair) -> ImageFacts:
@@ -347,18 +343,6 @@ def _inspect_fully(pair: Pair) -> ImageFacts:
     read_image(pair.image, channels=facts.channels, raw_scale=1.0)
     read_values(pair.mask)
     return facts
-
-
-def _run_for_each(
-    work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
-) -> list[tuple[Item, Result | None]]:
-    """Run `work` on every item in threads; report errors in the order of the items."""
-    results: list[tuple[Item, Result | None]] = []
-    for item, outcome in zip(items, run_in_threads(work, items), strict=True):
-        if isinstance(outcome, DataError):
-            bad_files.report(outcome)
-        results.append((item, None if isinstance(outcome, DataError) else outcome))
-    return results
 
 
 def _format_size(size: tuple[int, int]) -> str:

@@ -18,6 +18,7 @@ from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
 from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.segmentation.build import SHOWN_VALUES
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.data import SegmentationData, collect_values
 from halfstep_train.workloads.segmentation.masks import make_table, read_mask, to_colour
@@ -25,8 +26,6 @@ from halfstep_train.workloads.segmentation.pictures import SheetRow, draw_contac
 from halfstep_train.workloads.segmentation.predict import WholeImages
 from halfstep_train.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
 
-SHOWN_VALUES = 8
-"""Mask values in a message."""
 SHOWN_EACH = 3
 """Number of worst, of median and of best images on the sheet, which then fits on a page."""
 

@@ -75,17 +75,8 @@ def list_mask_files(path: Path) -> list[Path]:
 
 
 def read_mask_facts(path: Path) -> ImageFacts:
-    """Return size and kind of a mask; the files of a folder must have the same size."""
-    files = list_mask_files(path)
-    facts = [read_image_facts(file) for file in files]
-    odd = next((file for file, one in zip(files, facts, strict=True) if one.size != facts[0].size), None)
-    if odd is not None:
-        raise DataError(
-            f"{odd} and {files[0].name} differ in size",
-            why="the files of one folder are one mask",
-            fix="export them at one size, or leave such pairs out: data.on_bad_file=skip",
-        )
-    return facts[0]
+    """Return size and kind of a mask; the files of a folder have one size."""
+    return read_image_facts(list_mask_files(path)[0])
 
 
 def read_mask(path: Path) -> Array:
