@@ -166,6 +166,7 @@ def test_one_value_a_channel_is_torchs_error() -> None:
         compute_norm(torch.zeros(1, 3, 1, 1), nn.BatchNorm2d(3))
 
 
+@pytest.mark.slow
 def test_triton_is_imported_only_where_a_kernel_runs() -> None:
     code = "import sys, halfstep, halfstep_train.kernels.chain; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

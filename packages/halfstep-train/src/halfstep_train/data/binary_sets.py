@@ -32,31 +32,17 @@ def find_cifar_folder(root: Path) -> Path | None:
 
 def read_cifar(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
     """Return class names, training images and test images."""
-    train, test = read_cifar_planes(folder)
-    return _read_class_names(folder), _to_stored_images(*train), _to_stored_images(*test)
-
-
-Planes = tuple[torch.Tensor, torch.Tensor]
-"""Pixels as stored, channels first, and labels."""
-
-
-def read_cifar_planes(folder: Path) -> tuple[Planes, Planes]:
-    """Return training and test images as views of the files' rows."""
     train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
     if not test.is_file():
         raise DataError(f"no test_batch.bin in {folder}", fix="unpack the whole archive: cifar-10-binary.tar.gz")
-    return _read_planes(train), _read_planes([test])
+    return _read_class_names(folder), _read_images(train), _read_images([test])
 
 
-def _read_planes(paths: list[Path]) -> Planes:
+def _read_images(paths: list[Path]) -> StoredImages:
     rows = torch.from_numpy(np.concatenate([_read_rows(path) for path in paths]))
-    return rows[:, 1:].unflatten(1, (3, SIDE, SIDE)), rows[:, 0].long()
-
-
-def _to_stored_images(planes: torch.Tensor, labels: torch.Tensor) -> StoredImages:
     # Stored images are channels last, so that a batch is one gather of whole pixels.
-    pixels = planes.permute(0, 2, 3, 1).contiguous()
-    return StoredImages(pixels=pixels, sizes=np.full((len(labels), 2), SIDE), labels=labels)
+    pixels = rows[:, 1:].unflatten(1, (3, SIDE, SIDE)).permute(0, 2, 3, 1).contiguous()
+    return StoredImages(pixels=pixels, sizes=np.full((len(rows), 2), SIDE), labels=rows[:, 0].long())
 
 
 def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

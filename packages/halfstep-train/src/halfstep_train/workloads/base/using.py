@@ -64,7 +64,7 @@ class PlainEvaluation:
         return config
 
     @staticmethod
-    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+    def change_data_folder(config: Any, folder: Path) -> Any:
         """Return the settings for another data folder, which the run was not trained on."""
         return use_folder(config, folder)
 
