@@ -105,8 +105,8 @@ def test_nanogpts_two_files_and_its_characters_are_read(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}))
     files = find_token_files(tmp_path)
     assert files is not None
-    assert len(open_tokens(files.train, vocab=1000)) == 900
-    assert open_tokens(files.val, vocab=1000).read(98, 2).tolist() == [98, 99]
+    assert len(open_tokens(files[0], vocab=1000)) == 900
+    assert open_tokens(files[1], vocab=1000).read(98, 2).tolist() == [98, 99]
     found = read_nanogpt_tokenizer(tmp_path)
     assert isinstance(found, Characters)
     assert found.alphabet == "ab"
@@ -139,8 +139,8 @@ def test_llmcs_shards_are_read_in_order_without_their_header(tmp_path: Path) -> 
     shard(tmp_path / "fineweb_val_000000.bin", [9])
     files = find_token_files(tmp_path)
     assert files is not None
-    assert open_tokens(files.train, vocab=10).read(0, 6).tolist() == [1, 2, 3, 4, 5, 6]
-    assert open_tokens(files.val, vocab=10).read(0, 1).tolist() == [9]
+    assert open_tokens(files[0], vocab=10).read(0, 6).tolist() == [1, 2, 3, 4, 5, 6]
+    assert open_tokens(files[1], vocab=10).read(0, 1).tolist() == [9]
 
 
 def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) -> None:

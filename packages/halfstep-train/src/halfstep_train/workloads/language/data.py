@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from halfstep_train.workloads.language.tokenizers import (
     restore_tokenizer,
 )
 from halfstep_train.workloads.language.tokens import (
-    TokenFiles,
     Tokens,
     choose_cache_path,
     find_token_files,
@@ -108,7 +107,11 @@ def _note_not_read(texts: TextFiles) -> Iterator[str]:
 
 
 def _open_ids(
-    config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
+    config: LanguageConfig,
+    root: Path,
+    files: tuple[Sequence[Path], ...],
+    known: Tokenizer | None,
+    store: Mapping[str, Any] | None,
 ) -> LanguageData:
     """Open files of token ids."""
     folder = root if root.is_dir() else root.parent
@@ -121,8 +124,8 @@ def _open_ids(
     _refuse_mismatched_ids(tokenizer, root)
     # Ids without a tokenizer are taken for GPT-2's, as nanoGPT's prepare.py writes them: 50,257 tokens.
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
-    train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
-    num_files = format_count(len(files.train) + len(files.val), "file")
+    train, val = (open_tokens(paths, vocab=vocab) for paths in files)
+    num_files = format_count(sum(map(len, files)), "file")
     named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
     return LanguageData(
         train=train,
@@ -133,7 +136,7 @@ def _open_ids(
             ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
             ("tokenizer", named),
         ),
-        notes=() if files.val else (f"there is no validation: data.dir={root} holds no .bin with `val` in its name",),
+        notes=() if files[1] else (f"there is no validation: data.dir={root} holds no .bin with `val` in its name",),
     )
 
 

@@ -20,7 +20,6 @@ import re
 import string
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +126,10 @@ LOOKED_AT = 2**26
 """Number of ids per file that are compared with the vocabulary before training; the rest is checked when it is read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenFiles:
-    """Files of token ids, for training and validation."""
-
-    train: tuple[Path, ...]
-    val: tuple[Path, ...]
-
-
-def find_token_files(root: Path) -> TokenFiles | None:
-    """Return the `.bin` files of a folder by split, or a single one; None if there are none."""
+def find_token_files(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]] | None:
+    """Return the `.bin` files of a folder for training and validation, or a single one; None if there are none."""
     if root.is_file():
-        return TokenFiles(train=(root,), val=()) if root.suffix == ".bin" else None
+        return ((root,), ()) if root.suffix == ".bin" else None
     binary = sorted(root.glob("*.bin"), key=lambda path: make_natural_key(path.name))
     train = tuple(path for path in binary if "train" in path.name)
     val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
@@ -151,10 +142,10 @@ def find_token_files(root: Path) -> TokenFiles | None:
             why="files are recognised by `train` and `val` in their names",
             fix="name them train.bin and val.bin",
         )
-    return TokenFiles(train=train, val=val) if train else None
+    return (train, val) if train else None
 
 
-def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
+def open_tokens(paths: Sequence[Path], *, vocab: int) -> Tokens:
     """Open files of ids as one sequence; raise DataError if their first ids exceed the vocabulary."""
     parts = [open_ids(path) for path in paths]
     for path, part in zip(paths, parts, strict=True):
