@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from data.picture_folders import smooth_picture, write_split
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, find_images
 from halfstep_train.data.image_samples import EvaluationFiles, EvaluationImages, TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Loader
@@ -23,7 +21,6 @@ from halfstep_train.data.packed import (
 )
 from halfstep_train.workloads.classification.augment import prepare_images
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
-from whole_runs import small_disk
 
 SMALL = PackSettings(size=32, workers=2)
 
@@ -125,72 +122,6 @@ def test_a_fitting_pack_is_kept_and_a_change_of_the_folder_makes_a_new_one(folde
     smooth_picture(78).save(folder.root / "train" / "cat" / "new.png")
     grown = open_or_pack(find_images(folder.root, FolderLayout()), path, SMALL)
     assert len(grown.train) == len(changed.train) + 1
-
-
-@pytest.mark.parametrize("place", ["first pixel", "last pixel", "index", "trailer", "magic"])
-def test_a_flipped_bit_is_found_on_opening(folder: ImageFolder, tmp_path: Path, place: str) -> None:
-    path = tmp_path / "a.pack"
-    open_or_pack(folder, path, SMALL)
-    content = bytearray(path.read_bytes())
-    pixels_end = DATA_AT + 16 * 32 * 32 * 3
-    at = {"first pixel": DATA_AT, "last pixel": pixels_end - 1, "index": pixels_end + 9, "trailer": -1, "magic": 0}
-    content[at[place]] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="not a usable packed cache"):
-        open_pack(path)
-    if place == "magic":
-        with pytest.raises(DataError, match="is not a packed cache"):
-            open_or_pack(folder, path, SMALL)
-    else:
-        assert len(open_or_pack(folder, path, SMALL).train) == 10
-
-
-@pytest.mark.parametrize("length", [0, 5, 4096, 20_000, -1])
-def test_a_file_that_is_cut_short_is_refused(folder: ImageFolder, tmp_path: Path, length: int) -> None:
-    path = tmp_path / "a.pack"
-    open_or_pack(folder, path, SMALL)
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(DataError, match="not a usable packed cache"):
-        open_pack(path)
-
-
-def test_a_large_pack_is_checked_at_blocks_spread_over_it(
-    folder: ImageFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, image_bytes = tmp_path / "a.pack", 32 * 32 * 3
-    monkeypatch.setattr("halfstep_train.data.cache_file.BLOCK_BYTES", image_bytes)
-    open_or_pack(folder, path, SMALL)
-    content = bytearray(path.read_bytes())
-    content[DATA_AT + 4 * image_bytes] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="not a usable packed cache"):
-        open_pack(path, verify_bytes=8 * image_bytes)  # every second image
-    pack_of_ten = open_pack(path, verify_bytes=6 * image_bytes)  # every third, which the broken one is not
-    assert len(pack_of_ten.train) == 10
-
-
-def test_a_pack_that_does_not_fit_the_disk_is_refused_before_any_work(folder: ImageFolder, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the packed cache would take") as caught:
-        open_or_pack(folder, tmp_path / "a.pack", PackSettings(size=10**7))
-    assert "GB left" in caught.value.why
-    with pytest.raises(DataError, match="cannot write"):
-        open_or_pack(folder, tmp_path / "gone" / "a.pack", SMALL)
-    with small_disk(4096), pytest.raises(DataError, match="cannot write the packed cache"):  # a quota
-        open_or_pack(folder, tmp_path / "a.pack", SMALL)
-    assert list(tmp_path.glob("*pack*")) == []
-
-
-def test_processes_of_one_run_pack_once(folder: ImageFolder, tmp_path: Path) -> None:
-    told: list[int] = []
-    with ThreadPoolExecutor(2) as ranks:
-        made = list(
-            ranks.map(
-                lambda _: open_or_pack(folder, tmp_path / "a.pack", SMALL, progress=lambda done, _: told.append(done)),
-                range(2),
-            )
-        )
-    assert told == list(range(1, 17))
-    assert torch.equal(made[0].train.pixels, made[1].train.pixels)
 
 
 def test_the_pack_inside_a_folder_is_no_class_and_no_picture(folder: ImageFolder) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.data.files import BadFiles
 from halfstep_train.workloads.language.text_files import TextFiles, find_texts
 from halfstep_train.workloads.language.tokenizers import Bytes, Characters
@@ -305,16 +304,3 @@ def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("halfstep_train.data.cache_file.BLOCK_BYTES", 512)
     train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text
-
-
-def test_a_damaged_cache_is_rebuilt_and_other_files_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 50)
-    place = tmp_path / "cache"
-    open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    content = place.read_bytes()
-    place.write_bytes(content[:DATA_AT] + b"?" + content[DATA_AT + 1 :])
-    open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    assert place.read_bytes() == content
-    (tmp_path / "mine.json").write_text("{}" * 50)
-    with pytest.raises(DataError, match="exists and is not a token cache"):
-        open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "mine.json")

@@ -79,16 +79,6 @@ def test_in_fp32_the_chain_with_its_own_attention_is_the_model(how: Recompute) -
         assert max(errors(outcome(model, IMAGES, torch.float32), exact)) < 1e-5
 
 
-@pytest.mark.usefixtures("own_attention")
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_in_fp16_the_chain_with_its_own_attention_is_as_near_to_fp64_as_the_model() -> None:
-    exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
-    plain = outcome(tiny(), IMAGES, torch.float16)
-    with force(True, "chain", "class_token"):
-        chained = outcome(tiny(), IMAGES, torch.float16)
-    assert mean(errors(chained, exact)) < 1.7 * mean(errors(plain, exact))
-
-
 @pytest.mark.parametrize("registers", [0, 2])
 def test_in_fp32_the_chain_is_the_model(registers: int) -> None:
     model = tiny(registers=registers)
