@@ -46,6 +46,7 @@ class FolderLayout:
     val: str = ""
     val_fraction: float = 0.1
     """Share of each class held out if there is no validation folder; 0 holds out nothing."""
+    seed: int = 0
     label_column: str = ""
     """Column of a metadata table; empty: the first of `label_columns` that exists."""
     label_columns: tuple[str, ...] = LABEL_COLUMNS
@@ -199,8 +200,8 @@ def _split_classes(
     """Hold out the same share of every class, at least one image and never the last."""
     train, val = {}, {}
     for name, paths in found.items():
-        # The class name is part of the seed (0): adding a class does not change the split of the others.
-        train[name], val[name] = split_off(paths, layout.val_fraction, f"0 {name}")
+        # The class name is part of the seed: adding a class does not change the split of the others.
+        train[name], val[name] = split_off(paths, layout.val_fraction, f"{layout.seed} {name}")
     if layout.val_fraction > 0 and not any(val.values()):
         raise DataError(
             "every class has only one image: none is left for validation",
