@@ -1,7 +1,7 @@
 """Small images in binary files, as they are distributed: CIFAR-10; MNIST, Fashion-MNIST and their kin.
 
-CIFAR-10: `data_batch_1.bin` ... `data_batch_5.bin`, `test_batch.bin`, `batches.meta.txt`. MNIST:
-`train-images-idx3-ubyte`, `t10k-labels-idx1-ubyte`, or `.gz`.
+CIFAR-10: `data_batch_1.bin` ... `data_batch_5.bin`, `test_batch.bin`. MNIST: `train-images-idx3-ubyte`,
+`t10k-labels-idx1-ubyte`, or `.gz`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ SIDE = 32
 ROW_BYTES = 1 + 3 * SIDE * SIDE
 """One label, then the red, green and blue planes."""
 FOLDER = "cifar-10-batches-bin"
-NAMES_FILE = "batches.meta.txt"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -35,7 +34,7 @@ def read_cifar(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImage
     train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
     if not test.is_file():
         raise DataError(f"no test_batch.bin in {folder}", fix="unpack the whole archive: cifar-10-binary.tar.gz")
-    return _read_class_names(folder), _read_images(train), _read_images([test])
+    return CLASSES, _read_images(train), _read_images([test])
 
 
 def _read_images(paths: list[Path]) -> StoredImages:
@@ -57,12 +56,6 @@ def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     if rows[:, 0].max() >= len(CLASSES):
         raise DataError(f"{path} has a label of {rows[:, 0].max()}", why=f"there are {len(CLASSES)} classes")
     return rows
-
-
-def _read_class_names(folder: Path) -> tuple[str, ...]:
-    path = folder / NAMES_FILE
-    names = tuple(path.read_text().split()) if path.is_file() else ()
-    return names if len(names) == len(CLASSES) else CLASSES
 
 
 FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")

@@ -236,8 +236,6 @@ def _choose_plain_mode(image: Image.Image) -> str:
 
 def _convert_channels(array: Array, channels: int, path: Path) -> Array:
     have = array.shape[2]
-    if have == channels:
-        return array
     if have == 4 and channels in (1, 3):  # drop transparency
         array, have = array[..., :3], 3
     if have == 1 and channels in (3, 4):

@@ -139,13 +139,6 @@ def _label_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylabel("true", fontsize=10, color=INK)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    if len(names) <= NAMED_UP_TO:
-        # Minor ticks lie between the cells; their grid separates them.
-        edges = np.arange(len(names) + 1) - 0.5
-        axes.set_xticks(edges, minor=True)
-        axes.set_yticks(edges, minor=True)
-        axes.grid(which="minor", color="white", linewidth=1)
-        axes.tick_params(which="minor", length=0)
 
 
 def _write_numbers(axes: Axes, matrix: Any, shares: Any) -> None:

@@ -75,12 +75,17 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
     config = whole.data
     bad_files = BadFiles(config.on_bad_file)
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
-    # A resumed run keeps its tokenizer; then the setting, the data and the start weights are asked, in this order.
-    named = known or _find_named_tokenizer(config.tokenizer, root) or _find_weights_tokenizer(whole)
+    # A resumed run keeps its tokenizer, which was compared with that of its start weights when it began; then the
+    # setting, the data and the start weights are asked, in this order.
+    theirs = None if known else _read_weights_tokenizer(whole)
+    named = known or _find_named_tokenizer(config.tokenizer, root) or (theirs if config.tokenizer == "auto" else None)
     tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
-    # The tokenizer of a stored run was compared with its start weights when that run began.
-    if known is None:
-        _refuse_different_tokenizer(tokenizer, whole)
+    if theirs is not None and have_different_ids(tokenizer, theirs):
+        raise DataError(
+            f"{whole.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
+            fix="leave out data.tokenizer to use theirs",
+        )
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
     location = f"cached in {path}" if config.cache else "in memory"
@@ -119,7 +124,7 @@ def _open_ids(
         known
         or _find_named_tokenizer(config.data.tokenizer, root)
         or read_nanogpt_tokenizer(folder)
-        or _find_weights_tokenizer(config)
+        or (_read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None)
     )
     _refuse_mismatched_ids(tokenizer, root)
     # Ids without a tokenizer are taken for GPT-2's, as nanoGPT's prepare.py writes them: 50,257 tokens.
@@ -169,12 +174,8 @@ def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
     return read_tokenizer(Path(setting))
 
 
-def _find_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
-    """Return the tokenizer next to the start weights, with `auto`: their embedding has one row per token of it."""
-    return _read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None
-
-
 def _read_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
+    """Return the tokenizer next to the start weights, whose embedding has one row per token of it."""
     if not config.model.weights:
         return None
     weights = Path(config.model.weights)
@@ -186,17 +187,6 @@ def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) ->
     """True if a tokenizer is the one next to the start weights."""
     theirs = _read_weights_tokenizer(config)
     return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
-
-
-def _refuse_different_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
-    """Refuse another tokenizer than that of the start weights; equal sizes do not mean equal tokens."""
-    theirs = _read_weights_tokenizer(config)
-    if theirs is not None and have_different_ids(tokenizer, theirs):
-        raise DataError(
-            f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
-            why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
-            fix="leave out data.tokenizer to use theirs",
-        )
 
 
 def _make_text_tokenizer(setting: str, texts: TextFiles) -> Tokenizer:

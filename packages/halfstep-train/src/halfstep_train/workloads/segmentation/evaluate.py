@@ -33,7 +33,7 @@ SHOWN_EACH = 3
 def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
     """Return settings for another folder without a split: `use_all_pairs` evaluates all its pairs."""
     values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
-    named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
+    named = (config.data.val_images, config.data.val_masks)
     if any(named) and not has_folders(folder, PairLayout().make_names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # they refer to the folder of the run
     return config.replace(data=values)
