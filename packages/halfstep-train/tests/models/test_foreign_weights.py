@@ -178,13 +178,6 @@ def test_two_networks_of_one_file_are_not_taken_for_one() -> None:
     assert "the model has no net.0.weight" in caught.value.why
 
 
-def test_foreign_names_are_shown_from_both_sides() -> None:
-    with pytest.raises(ModelError) as caught:
-        load_weights_(small(), filled({"stem.w": (3, 2), "stem.b": (3,)}), source="x.pth")
-    assert "the file lacks 0.weight, 0.bias" in caught.value.why
-    assert "the model has no stem.w, stem.b" in caught.value.why
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(bad: float) -> None:
     model = small()

@@ -174,7 +174,7 @@ def open_cache(path: Path, what: str, *, verify_bytes: int = VERIFIED_BYTES) -> 
         stored = _read_index(path)
         _verify(path, stored, verify_bytes)
         return CacheFile(path=path, index=stored["index"], made_from=stored["made_from"], crcs=stored["crcs"])
-    except (OSError, struct.error, ValueError) as error:
+    except (KeyError, OSError, struct.error, ValueError) as error:  # KeyError: of another version
         raise DataError(f"{path} is not a usable {what}", why=str(error), fix="delete it: it is rebuilt") from error
 
 
