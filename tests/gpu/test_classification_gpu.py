@@ -10,13 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfstep_train.models.vit import build_vit
 from halfstep_train.workloads import load
 from halfstep_train.workloads.classification.build import PrepareImages
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 from halfstep_train.workloads.classification.resnet import build_resnet
-from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
+from halfstep_train.workloads.classification.scores import ClassificationMetrics, classification_loss, mix
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
-BOTH = Mixing(mixup=0.2, cutmix=1.0)
+BOTH = ImageAugmentConfig(mixup=0.2, cutmix=1.0)
 
 
 def bytes_on_gpu(num: int = 8, side: int = 96) -> dict[str, Tensor]:

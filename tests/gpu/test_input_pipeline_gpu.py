@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,14 @@ from halfstep.prefetching import prefetch
 from halfstep_train.data.image_folder import FolderLayout, find_images
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Loader, Samples
-from halfstep_train.data.packed import PackSettings, pack
-from halfstep_train.workloads.classification.augment import ImageChanges, prepare_images
+from halfstep_train.data.packed import PackSettings, open_or_pack
+from halfstep_train.workloads.classification.augment import prepare_images
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
-EVERYTHING = ImageChanges(brightness=0.4, erase=0.5)
+EVERYTHING = ImageAugmentConfig(brightness=0.4, erase=0.5)
 
 
 @pytest.fixture(params=["files", "packed"])
@@ -25,7 +25,7 @@ def samples(request: pytest.FixtureRequest, tmp_path: Path) -> Samples:
     folder = find_images(write_split(tmp_path / "data", train=16, size=(200, 150)), FolderLayout())
     if request.param == "files":
         return TrainingFiles(folder.train, size=64)
-    return TrainingImages(pack(folder, tmp_path / "a.pack", PackSettings(size=96)).train)
+    return TrainingImages(open_or_pack(folder, tmp_path / "a.pack", PackSettings(size=96)).train)
 
 
 def test_a_batch_becomes_the_same_images_on_the_gpu(samples: Samples) -> None:
@@ -41,7 +41,7 @@ def test_preparing_a_batch_never_waits_for_the_gpu(samples: Samples) -> None:
     batches = [
         {name: t.cuda() for name, t in batch.items()} for batch in Loader(samples, batch_size=8).iterate_epoch(0)
     ]
-    changes = dataclasses.replace(EVERYTHING, trivial=True)
+    changes = EVERYTHING.model_copy(update={"trivial": True})
     for warm_up in range(4):  # each meets other kinds of change
         prepare_images(batches[0], 64, changes=changes, key=(0, warm_up))
     with no_host_wait():
@@ -51,7 +51,7 @@ def test_preparing_a_batch_never_waits_for_the_gpu(samples: Samples) -> None:
 
 def test_batches_of_a_pack_arrive_pinned_and_whole(tmp_path: Path) -> None:
     folder = find_images(write_split(tmp_path / "data", train=16), FolderLayout())
-    stored = TrainingImages(pack(folder, tmp_path / "a.pack", PackSettings(size=32)).train)
+    stored = TrainingImages(open_or_pack(folder, tmp_path / "a.pack", PackSettings(size=32)).train)
     torch.cuda.init()
     loader = Loader(stored, batch_size=4, num_workers=2)
     assert all(batch["image"].is_pinned() for batch in loader.iterate_epoch(0))

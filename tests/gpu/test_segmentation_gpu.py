@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from halfstep.prefetching import prefetch
-from halfstep_train.workloads.segmentation.augment import Augmentation, augment
+from halfstep_train.workloads.segmentation.augment import augment
+from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
 from halfstep_train.workloads.segmentation.predict import predict_image
 from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep_train.workloads.segmentation.unet import UNet
@@ -15,7 +16,7 @@ from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
-EVERYTHING = Augmentation(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
+EVERYTHING = UNetAugmentConfig(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
 
 
 def batches(count: int) -> Iterator[dict[str, Tensor]]:

@@ -19,7 +19,8 @@ from halfstep.errors import DataError
 from halfstep_train.data import noise
 from halfstep_train.workloads.base.over_ranks import gather_rows
 from halfstep_train.workloads.base.workload import Batch, Workload
-from halfstep_train.workloads.segmentation.augment import Augmentation, augment
+from halfstep_train.workloads.segmentation.augment import augment
+from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
 from tiny_workload import Accuracy, Samples
 
 MADE: list[nn.Module] = []
@@ -28,6 +29,9 @@ MADE: list[nn.Module] = []
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+FLIPS = UNetAugmentConfig(flip=0.5, rotate_degrees=0, scale=0, brightness=0)
 
 
 class Failing(Samples):
@@ -76,7 +80,7 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             time.sleep(3600)
         if is_now("too large", step):
             most[0] = 0
-        image, _ = augment(batch["image"], batch["image"][:, 0], Augmentation(flip=0.5), key=key)
+        image, _ = augment(batch["image"], batch["image"][:, 0], FLIPS, key=key)
         image = image + 0.1 * noise.normal(key, len(image), (2, 8, 8), image.device)
         if is_now("poisoned", step):
             image[0, 0, 0, 0] = float("nan")

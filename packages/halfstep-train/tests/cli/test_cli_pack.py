@@ -66,15 +66,15 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 images new, 1 gone"),
-        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 image new, 0 gone"),
-        (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "an image changed"),
+        lambda folder: (folder / "cat" / "0.jpg").unlink(),
+        lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"),
+        lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)),
     ],
 )
 def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], object], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], object]
 ) -> None:
     write_split(tmp_path)
     arguments = ("pack", str(tmp_path), "--size", "16")
@@ -83,7 +83,6 @@ def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(
     code, text, _ = run_command(capsys, *arguments, "--verify")
     assert code == 1
     assert "STALE" in text
-    assert said in text
     assert f"Pack it again: halfstep pack {tmp_path} --size 16\n" in text
     code, text, _ = run_command(capsys, *arguments, "--verify", "--json")
     assert (code, json.loads(text)["verified"]) == (1, False)

@@ -6,8 +6,8 @@ import pytest
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
-from halfstep_train.data.layouts import PairLayout
-from halfstep_train.workloads.segmentation.data import Split, find_pairs
+from halfstep_train.workloads.segmentation.config import UNetDataConfig
+from halfstep_train.workloads.segmentation.data import find_pairs
 from halfstep_train.workloads.segmentation.demo import write_demo
 
 
@@ -20,7 +20,7 @@ def test_the_demo_is_a_function_of_its_seed_in_the_usual_layout(tmp_path: Path) 
         write_demo(tmp_path / name, seed=seed, num_images=4)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert contents(tmp_path / "a") != contents(tmp_path / "c")
-    found = find_pairs(tmp_path / "a", layout=PairLayout(), split=Split(val_fraction=0), bad_files=BadFiles("error"))
+    found = find_pairs(UNetDataConfig(dir=str(tmp_path / "a"), val_fraction=0), BadFiles("error"))
     pairs = found.train
     assert [pair.mask.name for pair in pairs] == [f"00{i}_mask.png" for i in range(4)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]

@@ -54,13 +54,6 @@ def test_idx_files_are_a_classifiers_data_with_the_test_part_as_validation(
     assert "idx" in data.about[0][1]
 
 
-def test_clothes_are_known_by_their_folder_and_have_titles(tmp_path: Path) -> None:
-    write_idx(tmp_path / "FashionMNIST" / "raw")
-    assert opened(tmp_path).titles["9"] == "Ankle boot"
-    write_idx(tmp_path / "digits")
-    assert opened(tmp_path / "digits").titles == {}
-
-
 def test_a_folder_without_idx_files_is_none(tmp_path: Path) -> None:
     assert find_idx_folder(tmp_path) is None
 

@@ -32,82 +32,69 @@ def about(workload: Workload) -> str:
     return "\n".join(value for _, value in workload.about)
 
 
+def cityscapes_label_ids(root: Path) -> None:
+    data_sets.cityscapes(root, train_ids=False)
+
+
+CITY = "aachen_000000_000019_leftImg8bit.png aachen_000000_000019_gtFine"
+COLOURS = [[0, 0, 0], [64, 128, 64], [192, 0, 128]]
+
+
 @pytest.mark.parametrize(
-    ("write", "name", "train", "val", "values", "ignored"),
+    ("write", "name", "counts", "pair", "values", "ignored", "has_background"),
     [
+        (data_sets.drive, "DRIVE", (2, 2), "22_training.tif 22_manual1.gif", [0, 255], None, True),
+        (data_sets.camvid, "CamVid", (1, 1), "0016E5_07959.png 0016E5_07959.png", list(range(11)), 11, False),
+        (data_sets.camvid_colours, "CamVid", (1, 1), "0016E5_07959.png 0016E5_07959_L.png", COLOURS, None, False),
         (
-            data_sets.drive,
-            "DRIVE",
-            ["21_training.tif 21_manual1.gif", "22_training.tif 22_manual1.gif"],
-            ["01_test.tif 01_manual1.gif", "02_test.tif 02_manual1.gif"],
-            [0, 255],
-            None,
-        ),
-        (
-            data_sets.camvid,
+            data_sets.camvid_one_folder,
             "CamVid",
-            ["0001TP_006690.png 0001TP_006690.png"],
-            ["0016E5_07959.png 0016E5_07959.png"],
-            list(range(11)),
-            11,
-        ),
-        (
-            data_sets.camvid_colours,
-            "CamVid",
-            ["0001TP_006690.png 0001TP_006690_L.png"],
-            ["0016E5_07959.png 0016E5_07959_L.png"],
-            [[0, 0, 0], [64, 128, 64], [192, 0, 128]],
+            (1, 1),
+            "0016E5_07959.png 0016E5_07959_P.png",
+            [0, 4, 21, 30],
             None,
+            False,
         ),
-        (
-            data_sets.cityscapes,
-            "Cityscapes",
-            [
-                f"{city}_000000_000019_leftImg8bit.png {city}_000000_000019_gtFine_labelTrainIds.png"
-                for city in ("aachen", "bremen")
-            ],
-            ["lindau_000000_000019_leftImg8bit.png lindau_000000_000019_gtFine_labelTrainIds.png"],
-            [0, 1, 13],
-            255,
-        ),
-        (
-            data_sets.voc,
-            "Pascal VOC",
-            ["2007_000032.jpg 2007_000032.png", "2007_000039.jpg 2007_000039.png"],
-            ["2007_000033.jpg 2007_000033.png"],
-            [0, 1, 15],
-            255,
-        ),
-        (
-            data_sets.ade20k,
-            "ADE20K",
-            ["ADE_train_00000001.jpg ADE_train_00000001.png"],
-            ["ADE_val_00000001.jpg ADE_val_00000001.png"],
-            [1, 5, 150],
-            0,
-        ),
+        (data_sets.cityscapes, "Cityscapes", (2, 1), f"{CITY}_labelTrainIds.png", [0, 1, 13], 255, False),
+        (cityscapes_label_ids, "Cityscapes", (2, 1), f"{CITY}_labelIds.png", [0, 7, 8, 26], None, False),
+        (data_sets.voc, "Pascal VOC", (2, 1), "2007_000039.jpg 2007_000039.png", [0, 1, 15], 255, True),
+        (data_sets.ade20k, "ADE20K", (1, 1), "ADE_val_00000001.jpg ADE_val_00000001.png", [1, 5, 150], 0, False),
+        (data_sets.tgs, "train", (1, 2), "000e218f21.png 000e218f21.png", [0, 255], None, True),
     ],
 )
-def test_a_known_data_set_is_found_with_its_own_split_and_void_value(
+def test_a_known_data_set_is_found_with_its_split_void_value_and_background(
     tmp_path: Path,
     write: Callable[[Path], None],
     name: str,
-    train: list[str],
-    val: list[str],
+    counts: tuple[int, int],
+    pair: str,
     values: list[Any],
     ignored: int | None,
+    has_background: bool,
 ) -> None:
     write(tmp_path)
-    workload = built(tmp_path)
-    assert names(workload.train_samples) == train
-    assert names(workload.val_samples) == val
+    workload = built(tmp_path, val_fraction=0.5)
+    assert (len(workload.train_samples), len(workload.val_samples)) == counts
+    assert pair in names(workload.train_samples) + names(workload.val_samples)
     assert workload.store["mask_values"] == values
     assert workload.store["ignored_value"] == ignored
     assert name in about(workload)
+    assert ("model.background" in workload.settled) != has_background
+    assert ("all classes, like" in workload.scoring) != has_background
 
 
-def test_drives_test_part_without_masks_leaves_a_split_of_its_training_part(tmp_path: Path) -> None:
+def test_a_background_may_be_named_for_a_data_set_without_one(tmp_path: Path) -> None:
+    data_sets.ade20k(tmp_path)
+    config = from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": {"background": "first"}})
+    asked = build(config.config)  # type: ignore[arg-type]
+    assert "model.background" not in asked.settled
+    assert "the background, mask value" in asked.scoring
+
+
+def test_drives_test_part_alone_is_a_data_set_and_without_masks_is_not_used(tmp_path: Path) -> None:
     data_sets.drive(tmp_path)
+    alone = built(tmp_path / "test", val_fraction=0)
+    assert names(alone.train_samples) == ["01_test.tif 01_manual1.gif", "02_test.tif 02_manual1.gif"]
     for path in (tmp_path / "test" / "1st_manual").iterdir():
         path.unlink()
     workload = built(tmp_path, val_fraction=0.5)
@@ -124,19 +111,6 @@ def test_the_150_classes_of_ade20k_are_no_blurred_edges(tmp_path: Path) -> None:
     assert not workload.notes
 
 
-def test_one_part_of_drive_is_a_data_set_too(tmp_path: Path) -> None:
-    data_sets.drive(tmp_path)
-    workload = built(tmp_path / "test", val_fraction=0)
-    assert names(workload.train_samples) == ["01_test.tif 01_manual1.gif", "02_test.tif 02_manual1.gif"]
-
-
-def test_camvid_in_one_folder_is_split_by_fraction(tmp_path: Path) -> None:
-    data_sets.camvid_one_folder(tmp_path)
-    workload = built(tmp_path, val_fraction=0.5)
-    assert len(workload.train_samples) == len(workload.val_samples) == 1
-    assert workload.store["mask_values"] == [0, 4, 21, 30]
-
-
 @pytest.mark.parametrize("name", ["valid.txt", "val.txt"])
 def test_a_list_beside_images_without_a_validation_part_is_named_with_its_setting(tmp_path: Path, name: str) -> None:
     data_sets.camvid_one_folder(tmp_path)
@@ -145,52 +119,6 @@ def test_a_list_beside_images_without_a_validation_part_is_named_with_its_settin
     asked = built(tmp_path, val_list=str(tmp_path / name))
     assert names(asked.val_samples) == ["0016E5_07959.png 0016E5_07959_P.png"]
     assert "is not used" not in about(asked)
-
-
-def cityscapes_label_ids(root: Path) -> None:
-    data_sets.cityscapes(root, train_ids=False)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        data_sets.camvid, data_sets.camvid_colours, data_sets.camvid_one_folder, data_sets.cityscapes,
-        cityscapes_label_ids, data_sets.ade20k,
-    ],
-)  # fmt: skip
-def test_a_data_set_without_a_background_counts_all_classes_unless_one_is_named(
-    tmp_path: Path, write: Callable[[Path], None]
-) -> None:
-    write(tmp_path)
-    workload = built(tmp_path, val_fraction=0.5)
-    assert workload.settled["model.background"] is None
-    assert "all classes" in workload.scoring
-    assert "background" in dict(workload.about)
-    config = from_dict("unet", {"data": {"dir": str(tmp_path), "val_fraction": 0.5}, "model": {"background": "first"}})
-    asked = build(config.config)  # type: ignore[arg-type]
-    assert "model.background" not in asked.settled
-    assert "the background, mask value" in asked.scoring
-
-
-@pytest.mark.parametrize("write", [data_sets.drive, data_sets.voc, data_sets.tgs])
-def test_a_data_set_with_a_background_leaves_it_out(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    write(tmp_path)
-    workload = built(tmp_path)
-    assert "model.background" not in workload.settled
-    assert "the background, mask value 0" in workload.scoring
-
-
-def test_cityscapes_without_train_ids_gives_its_label_ids(tmp_path: Path) -> None:
-    data_sets.cityscapes(tmp_path, train_ids=False)
-    workload = built(tmp_path)
-    assert workload.store["mask_values"] == [0, 7, 8, 26]
-    assert workload.store["ignored_value"] is None
-
-
-def test_kaggles_salt_is_split_by_fraction_since_its_test_pictures_have_no_masks(tmp_path: Path) -> None:
-    data_sets.tgs(tmp_path)
-    workload = built(tmp_path)
-    assert (len(workload.train_samples), len(workload.val_samples)) == (2, 1)
 
 
 @pytest.mark.parametrize("below", ["", "stage1_train"])
@@ -215,17 +143,6 @@ def test_a_validation_part_beside_training_is_used(tmp_path: Path, val: str, ins
     workload = built(tmp_path)
     assert (names(workload.train_samples), names(workload.val_samples)) == (["a.png a.png"], ["b.png b.png"])
     assert val in about(workload)
-
-
-def test_any_names_are_reached_by_patterns_without_an_extension(tmp_path: Path) -> None:
-    for k in (1, 2):
-        picture(tmp_path / "scans" / f"{k}_rgb.png")
-        mask(tmp_path / "truth" / f"{k}_seg.png", 0, 1)
-    workload = built(tmp_path, images="scans/{id}_rgb", masks="truth/{id}_seg", val_fraction=0.5)
-    assert sorted(names(workload.train_samples) + names(workload.val_samples)) == [
-        "1_rgb.png 1_seg.png",
-        "2_rgb.png 2_seg.png",
-    ]
 
 
 def test_any_names_and_any_validation_folder_are_reached_by_patterns(tmp_path: Path) -> None:
@@ -283,10 +200,10 @@ def test_two_layouts_that_both_fit_are_named_with_the_keys_to_set(tmp_path: Path
     assert names(built(tmp_path, masks="labels", val_fraction=0).train_samples) == ["a.png a.png"]
 
 
-def test_two_data_sets_below_one_folder_are_named(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        data_sets.tgs(tmp_path / name)
-    with pytest.raises(DataError, match=r"2 folders.*one.*two") as refused:
+def test_a_data_set_among_other_folders_is_named_and_not_used(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path / "one")
+    picture(tmp_path / "two" / "1.jpg")
+    with pytest.raises(DataError, match=r"2 folders.*one") as refused:
         built(tmp_path)
     assert f"data.dir={tmp_path / 'one'}" in refused.value.fix
 
@@ -322,14 +239,6 @@ def test_a_size_that_nobody_set_follows_the_pictures_and_is_stored(tmp_path: Pat
     assert "24×16" in about(workload)
     deep = from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": {"base_channels": 1, "depth": 4}}).config
     assert build(deep).store["image_size"] == 32  # type: ignore[arg-type]
-
-
-def test_the_only_data_set_among_other_folders_is_named_and_not_taken(tmp_path: Path) -> None:
-    data_sets.tgs(tmp_path / "salt")
-    picture(tmp_path / "holiday" / "1.jpg")
-    with pytest.raises(DataError, match="salt") as refused:
-        built(tmp_path)
-    assert f"data.dir={tmp_path / 'salt'}" in refused.value.fix
 
 
 def test_a_pattern_for_one_and_a_folder_for_the_other_go_together(tmp_path: Path) -> None:

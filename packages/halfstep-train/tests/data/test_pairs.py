@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
-from halfstep_train.data.layouts import PairLayout
-from halfstep_train.workloads.segmentation.data import Pair, Split, find_pairs, split_pairs
+from halfstep_train.workloads.segmentation.config import UNetDataConfig
+from halfstep_train.workloads.segmentation.data import FoundPairs, Pair, find_pairs, split_pairs
 
 
 def touch(root: Path, *names: str) -> None:
@@ -20,8 +21,12 @@ def ids(pairs: tuple[Pair, ...]) -> list[str]:
     return [pair.id for pair in pairs]
 
 
-def find(root: Path, **layout: str) -> tuple[Pair, ...]:
-    return find_pairs(root, layout=PairLayout(**layout), split=Split(val_fraction=0), bad_files=BadFiles("error")).train
+def settings(root: Path | str | None = None, **values: Any) -> UNetDataConfig:
+    return UNetDataConfig(dir=root and str(root), **{"val_fraction": 0, **values})
+
+
+def find(root: Path, bad_files: BadFiles | None = None, **values: str) -> FoundPairs:
+    return find_pairs(settings(root, **values), bad_files or BadFiles("error"))
 
 
 def numbered(count: int) -> tuple[Pair, ...]:
@@ -42,15 +47,14 @@ def test_the_common_layouts_are_found_in_natural_order(tmp_path: Path, image: st
     for name in ("10", "2", "1"):
         touch(tmp_path, image.format(name), mask.format(name))
     touch(tmp_path, str(Path(image).parent / ".DS_Store"), str(Path(image).parent / "readme.txt"))
-    split = Split(val_fraction=0)
-    found = find_pairs(tmp_path, layout=PairLayout(), split=split, bad_files=BadFiles("error"))
+    found = find(tmp_path)
     assert ids(found.train) == ["1", "2", "10"]
     assert found.val == ()
 
 
 def test_folder_names_and_suffix_can_be_named(tmp_path: Path) -> None:
     touch(tmp_path, "scans/a.png", "truth/a-seg.png")
-    (pair,) = find(tmp_path, images="scans", masks="truth/{id}-seg")
+    (pair,) = find(tmp_path, images="scans", masks="truth/{id}-seg").train
     assert (pair.id, pair.mask.name) == ("a", "a-seg.png")
 
 
@@ -73,34 +77,24 @@ def test_a_wrong_folder_is_explained(tmp_path: Path, names: list[str], said: str
 def test_lonely_files_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
     touch(tmp_path, "imgs/a.png", "imgs/b.png", "masks/a_mask.png", "masks/c_mask.png")
     bad_files = BadFiles("skip")
-    found = find_pairs(tmp_path, layout=PairLayout(), split=Split(val_fraction=0), bad_files=bad_files)
-    assert ids(found.train) == ["a"]
+    assert ids(find(tmp_path, bad_files).train) == ["a"]
     assert len(bad_files.skipped) == 2
 
 
-def test_the_split_is_a_function_of_the_seed_and_covers_everything() -> None:
-    pairs = numbered(20)
-    train, val = split_pairs(pairs, Split(val_fraction=0.25, seed=3))
-    assert len(val) == 5
+@pytest.mark.parametrize(("count", "fraction", "held"), [(20, 0.25, 5), (2, 0.01, 1), (2, 0.99, 1), (1, 0, 0)])
+def test_a_split_is_repeatable_and_leaves_something_to_each_part(count: int, fraction: float, held: int) -> None:
+    pairs = numbered(count)
+    train, val = split_pairs(pairs, settings(val_fraction=fraction))
+    assert len(val) == held
     assert sorted(ids(train) + ids(val)) == sorted(ids(pairs))
-    assert (train, val) == split_pairs(pairs, Split(val_fraction=0.25, seed=3))
-    assert (train, val) != split_pairs(pairs, Split(val_fraction=0.25, seed=4))
-
-
-def test_a_tiny_fraction_still_holds_out_one_image_and_leaves_one_to_train() -> None:
-    assert [len(part) for part in split_pairs(numbered(2), Split(val_fraction=0.01))] == [1, 1]
-    assert [len(part) for part in split_pairs(numbered(2), Split(val_fraction=0.99))] == [1, 1]
-
-
-def test_a_single_image_cannot_be_split() -> None:
+    assert (train, val) == split_pairs(pairs, settings(val_fraction=fraction))
     with pytest.raises(DataError, match="only one image"):
-        split_pairs(numbered(1), Split(val_fraction=0.1))
-    assert [len(part) for part in split_pairs(numbered(1), Split(val_fraction=0))] == [1, 0]
+        split_pairs(numbered(1), settings(val_fraction=0.1))
 
 
 def test_a_list_of_ids_is_the_split_and_the_rest_trains(tmp_path: Path) -> None:
     (tmp_path / "val.txt").write_text("# held out\n4\n\n3.png\n")
-    train, val = split_pairs(numbered(5), Split(val_list=tmp_path / "val.txt"))
+    train, val = split_pairs(numbered(5), settings(val_list=str(tmp_path / "val.txt")))
     assert (ids(train), ids(val)) == (["0", "1", "2"], ["4", "3"])
 
 
@@ -109,8 +103,8 @@ def test_lists_that_overlap_or_name_nothing_are_errors(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("2\n")
     (tmp_path / "c.txt").write_text("77\n")
     with pytest.raises(DataError, match="in both lists: 2"):
-        split_pairs(numbered(5), Split(train_list=tmp_path / "a.txt", val_list=tmp_path / "b.txt"))
+        split_pairs(numbered(5), settings(train_list=str(tmp_path / "a.txt"), val_list=str(tmp_path / "b.txt")))
     with pytest.raises(DataError, match="77"):
-        split_pairs(numbered(5), Split(val_list=tmp_path / "c.txt"))
+        split_pairs(numbered(5), settings(val_list=str(tmp_path / "c.txt")))
     with pytest.raises(DataError, match=r"none\.txt"):
-        split_pairs(numbered(5), Split(val_list=tmp_path / "none.txt"))
+        split_pairs(numbered(5), settings(val_list=str(tmp_path / "none.txt")))

@@ -80,9 +80,8 @@ def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> Non
         find_captioned_images(tmp_path, LAYOUT, "text")
     for caption in (None, ["zero", "nought"]):
         table(tmp_path, [{"file_name": "0.png", "text": caption}])
-        with pytest.raises(DataError, match="line 1: text is") as refused:
+        with pytest.raises(DataError, match="line 1: the caption in 'text' is"):
             find_captioned_images(tmp_path, LAYOUT, "text")
-        assert "a caption must be a string" in refused.value.why
 
 
 def test_a_picture_that_two_rows_name_is_refused(tmp_path: Path) -> None:

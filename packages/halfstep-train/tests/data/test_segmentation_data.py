@@ -207,14 +207,6 @@ def test_mask_values_are_sorted_and_colours_are_classes(tmp_path: Path) -> None:
     assert table.to_classes(read_mask(pairs[1].mask), pairs[1].mask).max() == 0
 
 
-def test_looking_at_data_leaves_no_trace_in_its_folder(tmp_path: Path) -> None:
-    black = np.zeros((4, 4), dtype=np.uint8)
-    pair = write_pair(tmp_path, "a", black, black)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    collect_values(scan_pairs([pair], bad_files=BadFiles("skip")).pairs, bad_files=BadFiles("skip"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
 def test_palette_masks_give_their_indices_and_255_can_be_ignored(tmp_path: Path) -> None:
     indices = np.array([[0, 1], [2, 255]], dtype=np.uint8)
     picture = Image.fromarray(indices)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.data.files import BadFiles
 from halfstep_train.workloads.language.text_files import TextFiles, find_texts
 from halfstep_train.workloads.language.tokenizers import Bytes, Characters
@@ -105,8 +104,8 @@ def test_nanogpts_two_files_and_its_characters_are_read(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}))
     files = find_token_files(tmp_path)
     assert files is not None
-    assert len(open_tokens(files.train, vocab=1000)) == 900
-    assert open_tokens(files.val, vocab=1000).read(98, 2).tolist() == [98, 99]
+    assert len(open_tokens(files[0], vocab=1000)) == 900
+    assert open_tokens(files[1], vocab=1000).read(98, 2).tolist() == [98, 99]
     found = read_nanogpt_tokenizer(tmp_path)
     assert isinstance(found, Characters)
     assert found.alphabet == "ab"
@@ -139,8 +138,8 @@ def test_llmcs_shards_are_read_in_order_without_their_header(tmp_path: Path) -> 
     shard(tmp_path / "fineweb_val_000000.bin", [9])
     files = find_token_files(tmp_path)
     assert files is not None
-    assert open_tokens(files.train, vocab=10).read(0, 6).tolist() == [1, 2, 3, 4, 5, 6]
-    assert open_tokens(files.val, vocab=10).read(0, 1).tolist() == [9]
+    assert open_tokens(files[0], vocab=10).read(0, 6).tolist() == [1, 2, 3, 4, 5, 6]
+    assert open_tokens(files[1], vocab=10).read(0, 1).tolist() == [9]
 
 
 def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
@@ -148,12 +147,10 @@ def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) ->
     (tmp_path / "odd.bin").write_bytes(b"abc")
     np.arange(500, dtype=np.uint32).tofile(tmp_path / "wide.bin")
     (tmp_path / "text.bin").write_text("Größer als ein Byte.\n" * 20)
-    with (tmp_path / "saved.bin").open("wb") as file:
-        np.save(file, np.arange(500, dtype=np.uint16))
     shard(tmp_path / "short.bin", [1, 2, 3], count=9)
     shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
     for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "hold text: 'Größer"),
-                       ("saved", r"np\.save"), ("short", "header claims 9"),
+                       ("short", "header claims 9"),
                        ("newer", "version 2")):  # fmt: skip
         with pytest.raises(DataError, match=word):
             open_ids(tmp_path / f"{name}.bin")
@@ -268,8 +265,6 @@ def test_texts_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b" \n")
     with pytest.raises(DataError, match=r"latin\.txt is empty"):
         texts_at(tmp_path)
-    with pytest.raises(DataError, match="no text at"):
-        texts_at(tmp_path / "nowhere")
     (tmp_path / "pictures").mkdir()
     with pytest.raises(DataError, match="no text in"):
         texts_at(tmp_path / "pictures")
@@ -309,36 +304,3 @@ def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("halfstep_train.data.cache_file.BLOCK_BYTES", 512)
     train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text
-
-
-def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 50)
-    place = tmp_path / "cache"
-    open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    content = bytearray(place.read_bytes())
-    content[DATA_AT + 100] ^= 1
-    place.write_bytes(bytes(content))
-    with pytest.raises(DataError, match="not a usable token cache") as error:
-        open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    assert "checksum does not match" in error.value.why
-    assert "remove it" in error.value.fix
-    place.write_bytes(bytes(content[:-30]))
-    with pytest.raises(DataError, match="not a usable token cache") as error:
-        open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    assert "remove it" in error.value.fix
-
-
-def test_nobody_is_told_to_remove_what_is_no_cache_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 50)
-    (tmp_path / "mine.json").write_text("{}" * 50)
-    for place in (tmp_path, tmp_path / "mine.json"):
-        with pytest.raises(DataError, match="not a usable token cache") as error:
-            open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-        assert "remove" not in error.value.fix
-        assert "data.cache_file" in error.value.fix
-
-
-@pytest.mark.parametrize(("fraction", "said"), [(0.1, "10%"), (0.00001, "0.001%")])
-def test_the_part_held_out_of_one_text_is_said_however_small(tmp_path: Path, fraction: float, said: str) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    assert texts_at(tmp_path, fraction).source == f"the last {said} of a.txt"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from data.picture_folders import smooth_picture
 from halfstep_train.workloads import load
-from halfstep_train.workloads.classification.augment import CHANGES, ImageChanges, augment_trivially_, prepare_images
+from halfstep_train.workloads.classification.augment import CHANGES, augment_trivially_, prepare_images
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 
 SIDE = 64
 WITHOUT_STRENGTH = ("stretch", "equalise")
@@ -102,7 +103,8 @@ def test_the_quality_recipe_uses_it_and_nothing_else_is_reshuffled() -> None:
     pixels = torch.tensor(np.stack([np.asarray(image) for image in pictures() * 8]))
     batch = {"image": pixels, "box": torch.tensor([[0.0, 0.0, SIDE, SIDE]]).repeat(16, 1)}
     plain, changed = (
-        prepare_images(batch, SIDE, changes=ImageChanges(trivial=trivial), key=(0, 1)) for trivial in (False, True)
+        prepare_images(batch, SIDE, changes=ImageAugmentConfig(trivial=trivial), key=(0, 1))
+        for trivial in (False, True)
     )
     same = [torch.equal(a, b) for a, b in zip(plain, changed, strict=True)]
     assert any(same), "identity is one of the changes, and flips are as before"

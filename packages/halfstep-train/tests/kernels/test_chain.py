@@ -8,12 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from halfstep_train.kernels.chain import (
     NormReluConv,
-    SideStream,
-    convolve_backward,
 )
 from halfstep_train.kernels.fast_forms import can_chain, force, has_room_for_tiles
 
@@ -96,18 +93,6 @@ def test_a_second_derivative_is_refused_not_wrong() -> None:
         dy.sum().backward()
 
 
-def test_gradients_not_wanted_are_not_computed() -> None:
-    z, w = a_map(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
-    dy = torch.ones(2, 3, 5, 5)
-    dz, dw = convolve_backward(SideStream(z.device), dy, z, w, 1, 1)
-    assert dz is not None
-    assert dw is not None
-    assert convolve_backward(SideStream(z.device), dy, z, w, 1, 1, (True, False))[1] is None
-    assert convolve_backward(SideStream(z.device), dy, z, w, 1, 1, (False, True))[0] is None
-    expected = torch.autograd.functional.vjp(lambda z, w: F.conv2d(z, w, padding=1), (z, w), dy)[1]
-    torch.testing.assert_close((dz, dw), expected)
-
-
 def test_a_chain_needs_training_gradients_channels_last_and_at_most_fp32() -> None:
     x = a_map(2, 3, 4, 4)
     assert not can_chain(x, is_training=True)
@@ -127,13 +112,3 @@ def test_tiles_have_room_on_gpus_of_data_centres(offered: int, has_room: bool, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert has_room_for_tiles.__wrapped__(torch.device("cuda", 0)) is has_room
     assert has_room_for_tiles(torch.device("cpu"))
-
-
-def test_whether_a_chain_fits_is_decided_while_compiling() -> None:
-    def marked(x: Tensor) -> Tensor:
-        return x + 1 if can_chain(x, is_training=True) else x
-
-    x, compiled = a_map(2, 3, 4, 4), torch.compile(marked, backend="eager", fullgraph=True)
-    with force(True, "chain"):
-        assert torch.equal(compiled(x), x + 1)
-    assert torch.equal(compiled(x), x)

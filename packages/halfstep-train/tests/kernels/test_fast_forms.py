@@ -93,12 +93,3 @@ def test_eager_code_and_the_cpu_want_no_fast_form(form: Form) -> None:
     note(x)
     torch.compile(note, backend="eager")(x)
     assert seen == [False, False]
-
-
-def test_forcing_one_form_leaves_the_others_and_ends_with_its_block() -> None:
-    x = torch.ones(1)
-    with force(True, "patches"):
-        with force(False, "patches"):
-            assert not is_wanted("patches", x)
-        assert [form for form in FORMS if is_wanted(form, x)] == ["patches"]
-    assert not is_wanted("patches", x)

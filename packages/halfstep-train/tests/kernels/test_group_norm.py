@@ -29,7 +29,7 @@ def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.Gro
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize(
     ("channels", "side", "groups", "scaled", "is_added"),
-    [(80, 9, 8, True, True), (32, 4, 16, False, False), (6, 1, 6, True, True)],
+    [(80, 9, 8, True, True), (6, 1, 6, False, False)],
 )
 def test_values_and_all_gradients_are_torchs(
     channels: int, side: int, groups: int, scaled: bool, is_added: bool

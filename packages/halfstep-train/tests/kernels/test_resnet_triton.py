@@ -22,7 +22,7 @@ from halfstep_train.kernels.resnet_triton import (
     pool_stem,
 )
 
-SHAPES = [(2, 5, 4, 6), (3, 64, 5, 7), (2, 300, 3, 3)]
+SHAPES = [(3, 5, 5, 6), (2, 300, 3, 3)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 

@@ -65,7 +65,7 @@ def test_map_and_gradient_are_those_of_torch(size: tuple[int, ...], layer: tuple
     torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "layer"), SHAPES[:1] + SHAPES[2:4], ids=str)
+@pytest.mark.parametrize(("size", "layer"), SHAPES[2:4], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_half_formats_round_operands_and_the_map_only(
     dtype: torch.dtype, size: tuple[int, ...], layer: tuple[int, ...]

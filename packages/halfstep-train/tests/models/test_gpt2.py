@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,11 +175,6 @@ def test_the_loss_is_that_of_the_logits_and_the_padded_tokens_have_no_chance() -
     assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
 
 
-def test_a_text_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(ModelError, match="13 tokens for a model of context 12"):
-        small()(ids(length=13))
-
-
 def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> None:
     model, tokens = small().eval(), ids()
     memories = model.make_caches()
@@ -269,20 +263,6 @@ def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=f"{key}={value!r}"):
         load_gpt2_(small(), tmp_path)
-
-
-def test_a_description_with_values_of_another_kind_is_named_and_the_weights_tell_the_context(tmp_path: Path) -> None:
-    save(small(), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for key, value in {"n_layer": None, "n_head": "2", "n_embd": [16]}.items():
-        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-        with pytest.raises(ModelError, match=re.escape(f"{key}={value!r}")) as error:
-            load_gpt2_(small(), tmp_path)
-        assert "config.json" in error.value.fix
-    (tmp_path / "config.json").write_text(json.dumps({**config, "n_positions": None}))
-    with pytest.raises(ModelError, match="another size") as error:
-        load_gpt2_(small(heads=4, context=99), tmp_path)
-    assert error.value.fix.endswith("model.context=12")
 
 
 def test_a_model_without_an_end_says_so_to_transformers(tmp_path: Path) -> None:

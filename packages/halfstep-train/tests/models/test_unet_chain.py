@@ -10,13 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from halfstep.hardware.memory import LiveBytes
 from halfstep.recompute import Recompute, set_recompute
-from halfstep_train.kernels import chain
 from halfstep_train.kernels.fast_forms import force
-from halfstep_train.kernels.normalise import normalise
 from halfstep_train.models.layers import CentredConv2d, DoublingConvTranspose2d
-from halfstep_train.workloads.segmentation import unet as unet_chain
 from halfstep_train.workloads.segmentation import unet as unet_module
 from halfstep_train.workloads.segmentation.unet import DoubleConv, UNet
 
@@ -255,33 +251,3 @@ def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
     with force(True, "chain"):
         unet(base_channels=2, depth=1)(image(4, 4))
     assert not chained
-
-
-def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Of a step that recomputes, and how many maps it normalised."""
-    original, model, counted = unet_chain.compute_second_raw_map, unet(depth=1), 0
-    set_recompute(model, "pointwise")
-
-    def forgetting(u: Tensor, level: unet_chain.Level, weights: unet_chain.Weights, *, keep: bool) -> object:
-        return original(u, level, weights, keep=keep and not forgets_last)
-
-    def counting(*args: object, **options: object) -> Tensor:
-        nonlocal counted
-        counted += 1
-        return normalise(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(unet_chain, "compute_second_raw_map", forgetting)
-    monkeypatch.setattr(chain, "normalise", counting)
-    image = torch.randn(1, 3, 16, 16).contiguous(memory_format=torch.channels_last)
-    with LiveBytes() as live, force(True, "chain"):
-        model(image).square().mean().backward()
-    monkeypatch.undo()
-    return live.peak, counted
-
-
-@pytest.mark.slow
-def test_what_is_let_go_of_before_the_peak_is_kept_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, num_kept = peak_bytes(forgets_last=False, monkeypatch=monkeypatch)
-    forgotten, num_forgotten = peak_bytes(forgets_last=True, monkeypatch=monkeypatch)
-    assert num_kept == num_forgotten - 1
-    assert kept < 1.01 * forgotten  # the map alone is a tenth of it

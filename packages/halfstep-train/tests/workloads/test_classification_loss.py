@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep_train.workloads.classification.scores import Mixing, classification_loss, mix
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
+from halfstep_train.workloads.classification.scores import classification_loss, mix
 
-BOTH = Mixing(mixup=0.2, cutmix=1.0)
+BOTH = ImageAugmentConfig(mixup=0.2, cutmix=1.0)
 
 
 def batch_of(num: int = 6, size: int = 8) -> dict[str, Tensor]:
@@ -15,7 +16,7 @@ def batch_of(num: int = 6, size: int = 8) -> dict[str, Tensor]:
     return {"image": image, "label": torch.arange(num), "index": torch.arange(num)}
 
 
-def mixed_by(spec: Mixing, *, num: int = 40) -> list[dict[str, Tensor]]:
+def mixed_by(spec: ImageAugmentConfig, *, num: int = 40) -> list[dict[str, Tensor]]:
     return [mix(batch_of(), spec, key=(0, step)) for step in range(num)]
 
 
@@ -33,7 +34,7 @@ def test_the_loss_of_a_plain_batch_is_torchs_cross_entropy(smoothing: float) -> 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_of_a_mixed_batch_is_the_two_labels_losses_by_share(smoothing: float) -> None:
-    logits, batch = torch.randn(6, 7), mix(batch_of(), Mixing(mixup=1.0), key=(0, 1))
+    logits, batch = torch.randn(6, 7), mix(batch_of(), ImageAugmentConfig(mixup=1.0), key=(0, 1))
     lam = batch["lam"][0].item()
     expected = lam * F.cross_entropy(logits, batch["label"], label_smoothing=smoothing)
     expected = expected + (1 - lam) * F.cross_entropy(logits, batch["label_b"], label_smoothing=smoothing)
@@ -74,7 +75,7 @@ def test_mixing_is_a_pure_function_of_its_key_and_leaves_its_input_alone() -> No
 
 
 def test_mixup_blends_each_image_with_its_neighbour() -> None:
-    batch = mix(batch_of(), Mixing(mixup=1.0), key=(0, 1))
+    batch = mix(batch_of(), ImageAugmentConfig(mixup=1.0), key=(0, 1))
     own, lam = batch_of()["image"], batch["lam"][0]
     torch.testing.assert_close(batch["image"], lam * own + (1 - lam) * own.roll(1, 0))
     assert torch.equal(batch["label_b"], batch["label"].roll(1))
@@ -83,7 +84,7 @@ def test_mixup_blends_each_image_with_its_neighbour() -> None:
 
 def test_cutmix_shows_only_pixels_of_the_original_images_and_its_share_is_their_area() -> None:
     own = batch_of()["image"]
-    for batch in mixed_by(Mixing(cutmix=1.0)):
+    for batch in mixed_by(ImageAugmentConfig(cutmix=1.0)):
         assert is_cut(batch)
         # Normal numbers do not repeat, so a pixel that equals the own image's is the own image's.
         share = (batch["image"] == own).float().mean()
@@ -91,13 +92,13 @@ def test_cutmix_shows_only_pixels_of_the_original_images_and_its_share_is_their_
 
 
 def test_both_on_means_one_of_them_by_the_given_share() -> None:
-    cuts = sum(is_cut(batch) for batch in mixed_by(Mixing(mixup=1.0, cutmix=1.0), num=200))
+    cuts = sum(is_cut(batch) for batch in mixed_by(ImageAugmentConfig(mixup=1.0, cutmix=1.0), num=200))
     # Binomial(200, 0.5): five deviations are 35.
     assert 65 < cuts < 135
 
 
 def test_a_batch_that_is_not_mixed_has_the_same_form_as_one_that_is() -> None:
-    plain, mixed = (mix(batch_of(), Mixing(mixup=alpha), key=(0, 0)) for alpha in (0.0, 1.0))
+    plain, mixed = (mix(batch_of(), ImageAugmentConfig(mixup=alpha), key=(0, 0)) for alpha in (0.0, 1.0))
     assert {n: (t.shape, t.dtype) for n, t in plain.items()} == {n: (t.shape, t.dtype) for n, t in mixed.items()}
     assert torch.equal(plain["image"], batch_of()["image"])
     assert torch.equal(plain["lam"], torch.ones(6))
@@ -106,5 +107,5 @@ def test_a_batch_that_is_not_mixed_has_the_same_form_as_one_that_is() -> None:
 def test_mixing_keeps_the_channels_last_layout() -> None:
     batch = batch_of()
     batch["image"] = batch["image"].to(memory_format=torch.channels_last)
-    for spec in (Mixing(mixup=1.0), Mixing(cutmix=1.0)):
+    for spec in (ImageAugmentConfig(mixup=1.0), ImageAugmentConfig(cutmix=1.0)):
         assert mix(batch, spec, key=(0, 1))["image"].is_contiguous(memory_format=torch.channels_last)

@@ -46,9 +46,9 @@ def test_the_metrics_stay_those_of_validation() -> None:
         details.update(logits, batch)
         plain.update(logits, batch)
     assert details.compute() == plain.compute()
-    pixels = details.count_by_class()
-    assert [row.iou for row in pixels] == [details.compute()[f"iou/{k}"] for k in range(NUM)]
-    assert [row.dice for row in pixels] == [details.compute()[f"dice/{k}"] for k in range(NUM)]
+    rows, scores = details.score_classes(), details.compute()
+    assert [row["IoU"] for row in rows] == [scores[f"iou/{k}"] for k in range(NUM)]
+    assert [row["Dice"] for row in rows] == [scores[f"dice/{k}"] for k in range(NUM)]
 
 
 def test_mistakes_come_with_their_confidence_the_surest_first_and_nan_last() -> None:
@@ -56,8 +56,8 @@ def test_mistakes_come_with_their_confidence_the_surest_first_and_nan_last() -> 
     logits = torch.tensor([[5.0, 0, 0], [0, 3.0, 0], [0, 0, 4.0], [torch.nan, 0, 0]])
     details.update(logits, {"label": torch.tensor([0, 0, 1, 2]), "index": torch.tensor([10, 11, 12, 13])})
     mistakes = details.list_mistakes()
-    assert [(m.index, m.label, m.predicted) for m in mistakes] == [(12, 1, 2), (11, 0, 1), (13, 2, 0)]
-    assert mistakes[0].confidence == pytest.approx(float(logits[2].softmax(0)[2]))
+    assert [mistake[:3] for mistake in mistakes] == [(12, 1, 2), (11, 0, 1), (13, 2, 0)]
+    assert mistakes[0][3] == pytest.approx(float(logits[2].softmax(0)[2]))
     assert details.get_confusion().tolist() == [[1, 1, 0], [0, 0, 1], [1, 0, 0]]
     assert details.compute() == {"top1": 0.25}
 

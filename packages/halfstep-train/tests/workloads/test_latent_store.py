@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
-from safetensors.torch import save_file
 
-from halfstep.errors import DataError
-from halfstep_train.workloads.base.latent_store import CachedLatents, open_latents, open_or_write_latents, write_latents
+from halfstep_train.workloads.base.latent_store import CachedLatents, LatentCache, open_or_write_latents
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
 
 
-def write(path: Path, moments: torch.Tensor = MOMENTS, fingerprint: str = "f") -> None:
-    write_latents(path, 6, (2, 4, 2, 2), moments.split(4), {"fingerprint": fingerprint})
+def open_or_write(path: Path, made_from: str, moments: torch.Tensor = MOMENTS) -> tuple[LatentCache, bool]:
+    return open_or_write_latents(path, made_from, 6, lambda: iter(moments.split(4)))
 
 
 def test_what_was_written_is_read_and_its_checksum_depends_on_the_numbers_only(tmp_path: Path) -> None:
-    for name, moments, fingerprint in (("a", MOMENTS, "f"), ("b", MOMENTS, "g"), ("c", MOMENTS + 1, "f")):
-        write(tmp_path / name, moments, fingerprint)
-    first, same, other = (open_latents(tmp_path / name) for name in "abc")
+    first, same, other = (
+        open_or_write(tmp_path / name, made_from, moments)[0]
+        for name, moments, made_from in (("a", MOMENTS, "f"), ("b", MOMENTS, "g"), ("c", MOMENTS + 1, "f"))
+    )
     assert torch.equal(first.moments, MOMENTS)
-    assert (first.meta["fingerprint"], same.meta["fingerprint"]) == ("f", "g")
     assert first.checksum == same.checksum != other.checksum
-
-
-def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tmp_path: Path) -> None:
-    rows = torch.arange(24.0).view(3, 1, 2, 2, 2)
-    kept = tmp_path / "any.name"
-    assert open_or_write_latents(kept, "one", 3, lambda: iter([rows]))[1]
-    assert not open_or_write_latents(kept, "one", 3, lambda: iter([rows]))[1]
-    assert open_or_write_latents(kept, "two", 3, lambda: iter([rows]))[1]
-    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
-    assert open_or_write_latents(kept, "two", 3, lambda: iter([rows]))[1]
-    weights = tmp_path / "model.safetensors"
-    save_file({"weight": rows}, weights)
-    before = weights.read_bytes()
-    with pytest.raises(DataError, match=r"model\.safetensors exists and holds no latents"):
-        open_or_write_latents(weights, "two", 3, lambda: iter([rows]))
-    assert weights.read_bytes() == before
-
-
-def test_processes_that_start_together_encode_once(tmp_path: Path) -> None:
-    path, num_encoded = tmp_path / "latents.cache", []
-
-    def rows() -> Iterator[torch.Tensor]:
-        num_encoded.append(1)
-        time.sleep(0.1)  # as long as both look for the file
-        yield MOMENTS
-
-    with ThreadPoolExecutor(3) as ranks:  # the lock is of an opened file: threads exclude each other as processes do
-        found = list(ranks.map(lambda _: open_or_write_latents(path, "f", 6, rows), range(3)))
-    assert len(num_encoded) == 1
-    assert all(is_new and torch.equal(cache.moments, MOMENTS) for cache, is_new in found)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:
-    def rows() -> object:
-        yield MOMENTS[:2]
-        raise DataError("a bad picture")
-
-    with pytest.raises(DataError, match="a bad picture"):
-        write_latents(tmp_path / "latents.cache", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:

@@ -161,16 +161,6 @@ def test_empty_masks_found_empty_score_one_and_false_alarms_zero() -> None:
     assert scores(1, []) == {}
 
 
-def test_counting_goes_on_from_a_saved_state() -> None:
-    first, second = case(3), case(3, seed=1)
-    half, rest = SegmentationMetrics(3), SegmentationMetrics(3)
-    half.update(first[0], {"mask": first[1]})
-    rest.load_state_dict(half.state_dict())
-    rest.update(second[0], {"mask": second[1]})
-    assert rest.compute() == scores(3, [first, second])
-    assert SegmentationMetrics(3).state_dict() == {}
-
-
 def test_both_means_are_reported_and_the_background_decides_the_first() -> None:
     """Class 0 has IoU 1/2, class 1 has 0, class 2 has 1."""
     logits = torch.nn.functional.one_hot(torch.tensor([0, 0, 2]), 3).float().T.reshape(1, 3, 1, 3)

@@ -113,7 +113,7 @@ def make_pack(folder: Path, path: Path, settings: PackSettings, *, force: bool) 
 
     from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep_train.data.image_folder import FolderLayout, find_images
-    from halfstep_train.data.packed import open_or_pack, pack
+    from halfstep_train.data.packed import open_or_pack
     from halfstep_train.report.progress import PackingBar
     from halfstep_train.run.interrupts import raise_at_once
 
@@ -125,9 +125,8 @@ def make_pack(folder: Path, path: Path, settings: PackSettings, *, force: bool) 
         )
     found = find_images(folder, FolderLayout())
     start = time.perf_counter()
-    work = pack if force else open_or_pack
     with PackingBar(path) as bar, raise_at_once("while packing"):
-        result = work(found, path, settings, progress=bar)
+        result = open_or_pack(found, path, settings, progress=bar, force=force)
     return summarise_pack(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
 
 
@@ -152,7 +151,7 @@ def verify_pack(folder: Path, path: Path, settings: PackSettings, again: str) ->
     except DataError as error:
         error.fix = again
         raise
-    stale = explain_stale(pack.index, find_images(folder, FolderLayout()), settings)
+    stale = explain_stale(pack, find_images(folder, FolderLayout()), settings)
     return summarise_pack(pack) | {"verified": not stale, "stale": stale}
 
 
@@ -172,11 +171,11 @@ def summarise_pack(pack: Pack) -> Summary:
     return {
         "file": str(pack.path),
         "bytes": pack.path.stat().st_size,
-        "size": pack.index.size,
-        "classes": len(pack.index.classes),
+        "size": pack.size,
+        "classes": len(pack.classes),
         "train": len(pack.train),
         "val": len(pack.val),
-        "left_out": list(pack.index.left_out),
+        "left_out": list(pack.left_out),
     }
 
 

@@ -1,7 +1,7 @@
 """Small images in binary files, as they are distributed: CIFAR-10; MNIST, Fashion-MNIST and their kin.
 
-CIFAR-10: `data_batch_1.bin` ... `data_batch_5.bin`, `test_batch.bin`, `batches.meta.txt`. MNIST:
-`train-images-idx3-ubyte`, `t10k-labels-idx1-ubyte`, or `.gz`.
+CIFAR-10: `data_batch_1.bin` ... `data_batch_5.bin`, `test_batch.bin`. MNIST: `train-images-idx3-ubyte`,
+`t10k-labels-idx1-ubyte`, or `.gz`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ SIDE = 32
 ROW_BYTES = 1 + 3 * SIDE * SIDE
 """One label, then the red, green and blue planes."""
 FOLDER = "cifar-10-batches-bin"
-NAMES_FILE = "batches.meta.txt"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -32,31 +31,17 @@ def find_cifar_folder(root: Path) -> Path | None:
 
 def read_cifar(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
     """Return class names, training images and test images."""
-    train, test = read_cifar_planes(folder)
-    return _read_class_names(folder), _to_stored_images(*train), _to_stored_images(*test)
-
-
-Planes = tuple[torch.Tensor, torch.Tensor]
-"""Pixels as stored, channels first, and labels."""
-
-
-def read_cifar_planes(folder: Path) -> tuple[Planes, Planes]:
-    """Return training and test images as views of the files' rows."""
     train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
     if not test.is_file():
         raise DataError(f"no test_batch.bin in {folder}", fix="unpack the whole archive: cifar-10-binary.tar.gz")
-    return _read_planes(train), _read_planes([test])
+    return CLASSES, _read_images(train), _read_images([test])
 
 
-def _read_planes(paths: list[Path]) -> Planes:
+def _read_images(paths: list[Path]) -> StoredImages:
     rows = torch.from_numpy(np.concatenate([_read_rows(path) for path in paths]))
-    return rows[:, 1:].unflatten(1, (3, SIDE, SIDE)), rows[:, 0].long()
-
-
-def _to_stored_images(planes: torch.Tensor, labels: torch.Tensor) -> StoredImages:
     # Stored images are channels last, so that a batch is one gather of whole pixels.
-    pixels = planes.permute(0, 2, 3, 1).contiguous()
-    return StoredImages(pixels=pixels, sizes=np.full((len(labels), 2), SIDE), labels=labels)
+    pixels = rows[:, 1:].unflatten(1, (3, SIDE, SIDE)).permute(0, 2, 3, 1).contiguous()
+    return StoredImages(pixels=pixels, sizes=np.full((len(rows), 2), SIDE), labels=rows[:, 0].long())
 
 
 def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -73,18 +58,11 @@ def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return rows
 
 
-def _read_class_names(folder: Path) -> tuple[str, ...]:
-    path = folder / NAMES_FILE
-    names = tuple(path.read_text().split()) if path.is_file() else ()
-    return names if len(names) == len(CLASSES) else CLASSES
-
-
 FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")
 """Where torchvision puts the files, below the folder it was given."""
 TRAIN, TEST = "train", "t10k"
 BYTES = 8
 """The idx format's code for unsigned bytes."""
-FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def find_idx_folder(root: Path) -> Path | None:
@@ -101,12 +79,6 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
             f"{folder}: a test label is {int(test.labels.max())}", why=f"training has {num_classes} classes"
         )
     return tuple(str(number) for number in range(num_classes)), train, test
-
-
-def find_idx_titles(folder: Path) -> dict[str, str]:
-    """Return the names of Fashion-MNIST's classes, which its files lack, if the folder's name contains `fashion`."""
-    is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
-    return {str(number): title for number, title in enumerate(FASHION)} if is_fashion else {}
 
 
 def _read_idx_images(folder: Path, part: str) -> StoredImages:

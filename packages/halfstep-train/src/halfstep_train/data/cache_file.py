@@ -3,7 +3,8 @@
     "halfstep" and what it is, padded to one page | data | index (JSON) | length and SHA-256 of the index
 
 The index comes last because it holds a CRC-32 of every block of the data. A file is written under a temporary name and
-then renamed: either it is complete or it does not exist.
+then renamed: either it is complete or it does not exist. A fingerprint of everything it was made from ties it to its
+sources; a file that is stale or damaged is written again.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from halfstep.disk import open_atomic_file, parse_json
-from halfstep.errors import DataError
-from halfstep_train.data.files import Array, check_free_space, explain_full_disk
+from halfstep.disk import get_free_bytes, open_atomic_file, parse_json, take_turn
+from halfstep.errors import DataError, format_bytes, summarise_error
+from halfstep_train.data.files import Array
 
 DATA_AT = 4096
 """One page, so that the mapping starts at the first byte of data."""
@@ -34,6 +35,7 @@ BLOCK_BYTES = 1 << 20
 VERIFIED_BYTES = 4 << 30
 """Most bytes that are checked on opening; of a larger file this many, evenly spread (about one second per GB)."""
 VERIFY_THREADS = 4
+ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class CacheFile:
     path: Path
     index: dict[str, Any]
     """What the writer stored."""
+    made_from: str
+    """Fingerprint of its sources and settings; a cache with another one is stale."""
     crcs: list[int]
 
     @property
@@ -63,8 +67,18 @@ class CacheWriter:
 
     index: dict[str, Any]
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._rest, self.crcs, self.num_bytes = file, bytearray(), list[int](), 0
+    def __init__(self, path: Path, what: str, file: BinaryIO) -> None:
+        self._path, self._what, self._file = path, what, file
+        self._rest, self.crcs, self.num_bytes = bytearray(), list[int](), 0
+
+    def require_space(self, num_bytes: int) -> None:
+        """Raise before any work if the disk has no room for about this many bytes."""
+        if num_bytes > (free := get_free_bytes(self._path.parent)):
+            raise DataError(
+                f"the {self._what} would take {format_bytes(num_bytes, digits=3)}",
+                why=f"{self._path.parent} has {format_bytes(free, digits=3)} left",
+                fix=f"free some space, or {ELSEWHERE}",
+            )
 
     def write(self, data: bytes) -> None:
         self._rest += data
@@ -78,35 +92,73 @@ class CacheWriter:
         self.crcs.append(zlib.crc32(block))
         del self._rest[:length]
 
-    def finish(self) -> None:
+    def finish(self, made_from: str) -> None:
         if self._rest:
             self._write_block(len(self._rest))
-        stored = {"index": self.index, "num_bytes": self.num_bytes, "block_bytes": BLOCK_BYTES, "crcs": self.crcs}
+        stored = {"index": self.index, "made_from": made_from, "num_bytes": self.num_bytes}
+        stored |= {"block_bytes": BLOCK_BYTES, "crcs": self.crcs}
         text = json.dumps(stored).encode()
         self._file.write(text + TRAILER.pack(len(text), hashlib.sha256(text).digest()))
 
 
-@contextmanager
-def write_cache(path: Path, what: str, num_bytes: int) -> Iterator[CacheWriter]:
-    """Yield a writer whose file appears at `path` when the block ends without an error.
+def open_or_write(
+    path: Path,
+    what: str,
+    made_from: str,
+    write: Callable[[CacheWriter], None],
+    *,
+    verify_bytes: int = VERIFIED_BYTES,
+    force: bool = False,
+) -> tuple[CacheFile, bool]:
+    """Open the cache at `path` if it is intact and was made from the same; otherwise, or with `force`, write it. Return
+    it, and whether it was written.
 
-    `what` it is, such as `packed cache`, tells it apart from other caches; `num_bytes` is an estimate.
+    `what` it is, such as `packed cache`, tells it apart from other caches. `write` writes the data and sets the index.
     """
-    with explain_full_disk(path, f"the {what}"):
-        check_free_space(path, num_bytes, f"the {what}")
+
+    def open_matching() -> CacheFile | None:
+        with suppress(DataError):
+            found = open_cache(path, what, verify_bytes=verify_bytes)
+            return found if found.made_from == made_from else None
+        return None
+
+    if not force and (found := open_matching()):
+        return found, False
+    with take_turn(path):
+        # Another process may have written the file while this one waited.
+        if force or not (found := open_matching()):
+            _write_cache(path, what, made_from, write)
+            found = open_cache(path, what, verify_bytes=1)  # just written: its data need no check
+    return found, True
+
+
+def _write_cache(path: Path, what: str, made_from: str, write: Callable[[CacheWriter], None]) -> None:
+    if path.exists() and not _is_cache(path, what):
+        raise DataError(
+            f"{path} exists and is not a {what}",
+            why="halfstep overwrites only its own caches",
+            fix=f"{ELSEWHERE}, or delete it if you do not need it",
+        )
+    try:
         with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(_make_start(what).ljust(DATA_AT, b"\0"))
-            writer = CacheWriter(file)
-            yield writer
-            writer.finish()
+            writer = CacheWriter(path, what, file)
+            write(writer)
+            writer.finish(made_from)
+    except OSError as error:  # a full disk, a quota, a missing folder
+        raise DataError(
+            f"cannot write the {what} {path}: {error.strerror or summarise_error(error)}",
+            why="this attempt left nothing behind",
+            fix=f"free some space there, or {ELSEWHERE}",
+        ) from error
 
 
 def _make_start(what: str) -> bytes:
     return f"halfstep {what} 1\n".encode()
 
 
-def is_cache(path: Path, what: str) -> bool:
-    """True if a file starts as `write_cache` writes it; it may be broken."""
+def _is_cache(path: Path, what: str) -> bool:
+    """True if a file starts as `_write_cache` writes it; it may be broken."""
     try:
         with path.open("rb") as file:
             return file.read(DATA_AT).startswith(_make_start(what))
@@ -114,16 +166,27 @@ def is_cache(path: Path, what: str) -> bool:
         return False
 
 
-def open_cache(path: Path, what: str, fix: str, *, verify_bytes: int = VERIFIED_BYTES) -> CacheFile:
-    """Open a file after checking its index and, evenly spread, this many bytes of its data; errors have this fix."""
+def open_cache(path: Path, what: str, *, verify_bytes: int = VERIFIED_BYTES) -> CacheFile:
+    """Open a file after checking its index and, evenly spread, this many bytes of its data."""
     try:
-        if not is_cache(path, what):
+        if not _is_cache(path, what):
             raise ValueError("its first bytes are not those of such a file")
         stored = _read_index(path)
         _verify(path, stored, verify_bytes)
-        return CacheFile(path=path, index=stored["index"], crcs=stored["crcs"])
-    except (OSError, struct.error, ValueError) as error:
-        raise DataError(f"{path} is not a usable {what}", why=str(error), fix=fix) from error
+        return CacheFile(path=path, index=stored["index"], made_from=stored["made_from"], crcs=stored["crcs"])
+    except (KeyError, OSError, struct.error, ValueError) as error:  # KeyError: of another version
+        raise DataError(f"{path} is not a usable {what}", why=str(error), fix="delete it: it is rebuilt") from error
+
+
+def fingerprint_files(root: Path, parts: Iterable[Iterable[Path]], settings: Mapping[str, Any]) -> str:
+    """Hash settings and files; it changes if a file is added, removed, renamed, rewritten or moved between splits."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for number, paths in enumerate(parts):
+        for path in paths:
+            status = path.stat() if path.exists() else path.lstat()  # a link that leads nowhere
+            row = (number, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns)
+            digest.update(repr(row).encode())
+    return digest.hexdigest()
 
 
 def _read_index(path: Path) -> dict[str, Any]:

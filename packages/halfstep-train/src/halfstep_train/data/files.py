@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import get_free_bytes, open_atomic_folder
-from halfstep.errors import DataError, Interrupted, explain_refused_pickle, format_bytes, summarise_error
+from halfstep.disk import open_atomic_folder
+from halfstep.errors import DataError, Interrupted, explain_refused_pickle, summarise_error
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +58,16 @@ class BadFiles:
             raise error
         self.skipped.append(error)
 
+    def try_each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[tuple[Item, Result]]:
+        """Run `work` on every item in threads; return the items without an error, and report the others in order."""
+        done = []
+        for item, outcome in zip(items, run_in_threads(work, items), strict=True):
+            if isinstance(outcome, DataError):
+                self.report(outcome)
+            else:
+                done.append((item, outcome))
+        return done
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes for the user about the files left out."""
@@ -84,34 +94,6 @@ def require_folder(folder: str | Path | None) -> Path:
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
         )
     return root
-
-
-ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
-
-
-def check_free_space(path: Path, num_bytes: int, what: str) -> None:
-    """Raise if a cache cannot be written at `path`, or the disk has no room for it."""
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=ELSEWHERE)
-    free = get_free_bytes(path.parent)
-    if num_bytes > free:
-        why = f"{path.parent} has {format_bytes(free, digits=3)} left"
-        raise DataError(
-            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some space, or {ELSEWHERE}"
-        )
-
-
-@contextmanager
-def explain_full_disk(path: Path, what: str) -> Iterator[None]:
-    """Turn an OSError while a cache is written (full disk, quota) into an error that names the cache."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot write {what} {path}: {error.strerror or summarise_error(error)}",
-            why="this attempt left nothing behind",
-            fix=f"free some space there, or {ELSEWHERE}",
-        ) from error
 
 
 def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
@@ -190,33 +172,28 @@ def make_natural_key(name: str) -> list[tuple[int, str]]:
 
 def load_array(path: Path) -> Array:
     """Return the values of an array file unchanged, without unpickling code; an error names a corrupt file."""
+    writer = "np.save" if path.suffix.lower() == ".npy" else "torch.save"
     try:
-        if path.suffix.lower() == ".npy":
+        if writer == "np.save":
             # Mapped, so that asking for the shape alone reads the header alone.
             return np.load(path, mmap_mode="r", allow_pickle=False)
-    except UNREADABLE as error:
-        raise make_unreadable_error(path, error) from error
-    try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except Interrupted:  # by a signal
         raise
+    except OSError as error:
+        raise make_unreadable_error(path, error) from error
     except Exception as error:  # a foreign file can break a reader in any way
-        raise _explain_torch_load(path, error) from error
+        # Not torch's own message, which advises to switch its check off.
+        why = explain_refused_pickle(error) or f"it is not a file of {writer}, or it is damaged or incomplete"
+        raise DataError(
+            f"cannot read {path}",
+            why=why,
+            fix="save the values alone, np.save(FILE, array) or torch.save(tensor, FILE), or leave bad files out: "
+            "data.on_bad_file=skip",
+        ) from error
     if not isinstance(tensor, torch.Tensor):
         raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
     return tensor.numpy()
-
-
-def _explain_torch_load(path: Path, error: Exception) -> DataError:
-    """Explain why torch.load refused a file, without torch's advice to switch its check off."""
-    why = explain_refused_pickle(error) or "it is not a file of torch.save, or it is damaged or incomplete"
-    if isinstance(error, OSError) and error.strerror:
-        why = error.strerror
-    return DataError(
-        f"cannot read {path}",
-        why=why,
-        fix="save the tensor alone, torch.save(tensor, FILE), or leave bad files out: data.on_bad_file=skip",
-    )
 
 
 def make_unreadable_error(path: Path, error: BaseException) -> DataError:

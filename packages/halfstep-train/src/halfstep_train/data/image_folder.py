@@ -29,7 +29,6 @@ from halfstep_train.data.files import (
     list_image_files,
     list_some,
     require_folder,
-    run_in_threads,
     split_off,
 )
 from halfstep_train.data.images import check_image_file, open_image_file
@@ -249,15 +248,12 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     leave bad files out, every file is decoded, since only that finds them all.
     """
     paths = folder.train.paths + folder.val.paths
-    outcomes = run_in_threads(check_image_file if bad_files.mode == "skip" else check_header_and_end, paths)
-    found = {path: error for path, error in zip(paths, outcomes, strict=True) if error is not None}
-    for error in found.values():
-        bad_files.report(error)
-    if not found:
+    good = bad_files.try_each(check_image_file if bad_files.mode == "skip" else check_header_and_end, paths)
+    if len(good) == len(paths):
         return folder
-    bad = set(found)
+    bad = {*paths} - {path for path, _ in good}
     kept = dataclasses.replace(folder, train=folder.train.drop(bad), val=folder.val.drop(bad))
-    refuse_lost_classes(folder.classes, kept.train.labels, why=next(iter(found.values())).what)
+    refuse_lost_classes(folder.classes, kept.train.labels, why=bad_files.skipped[0].what)
     bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
     return kept
 

@@ -39,25 +39,20 @@ ATTEMPTS = 10
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CropRange:
-    """Area and aspect ratio of random crops: the values of Szegedy et al. 2015, used for ImageNet since."""
-
-    area: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Width over height, drawn uniformly in its logarithm."""
+CROP_AREA, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Ranges of a random crop's share of the image and of its width over its height, which is drawn uniformly in its
+logarithm: the values of Szegedy et al. 2015, used for ImageNet since."""
 
 
-def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
+def draw_boxes(sizes: Array, area: tuple[float, float], *, seed: int, epoch: int, indices: Array) -> Array:
     """Draw boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
     # Columns: ATTEMPTS areas, ATTEMPTS ratios, then x and y of the box. All attempts are computed at once; each image
     # takes its first box that fits.
     draws = draw_uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
     width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
-    side = np.sqrt(_scale_to(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
+    side = np.sqrt(_scale_to(draws[:, :ATTEMPTS], *area) * (width * height)[:, None])
     # With s = sqrt(ratio), a box of width side * s and height side / s has the drawn area and ratio.
-    low, high = (math.log(bound) / 2 for bound in spec.ratio)
+    low, high = (math.log(bound) / 2 for bound in CROP_RATIO)
     stretch = np.exp(_scale_to(draws[:, ATTEMPTS:-2], low, high))
     wide, tall = np.maximum(np.rint(side * stretch), 1), np.maximum(np.rint(side / stretch), 1)
     fits = (wide <= width[:, None]) & (tall <= height[:, None])
@@ -65,8 +60,8 @@ def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices:
     wide, tall, has_fit = wide[rows, first], tall[rows, first], fits[rows, first]
     if not has_fit.all():
         # No attempt fits, as in a panorama: the largest box whose ratio is the nearest allowed one.
-        wide = np.where(has_fit, wide, np.minimum(width, np.rint(height * spec.ratio[1])))
-        tall = np.where(has_fit, tall, np.minimum(height, np.rint(width / spec.ratio[0])))
+        wide = np.where(has_fit, wide, np.minimum(width, np.rint(height * CROP_RATIO[1])))
+        tall = np.where(has_fit, tall, np.minimum(height, np.rint(width / CROP_RATIO[0])))
     boxes = np.empty((len(sizes), 4), dtype=np.float32)
     # floor(u * (n + 1)) draws the integers 0 to n with equal probability.
     boxes[:, 0] = np.floor(draws[:, -2] * (width - wide + 1))
@@ -151,12 +146,12 @@ class _StoredSamples:
 class TrainingImages(_StoredSamples):
     """Whole stored images with the `box` drawn from (seed, epoch, index): `image` (S, S, 3) bytes, `box`, `label`."""
 
-    def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
-        self.images, self.crops = images, crops or CropRange()
+    def __init__(self, images: StoredImages, *, crop_area: tuple[float, float] = CROP_AREA) -> None:
+        self.images, self.crop_area = images, crop_area
 
     def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
-        boxes = torch.from_numpy(draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
+        boxes = torch.from_numpy(draw_boxes(sizes, self.crop_area, seed=seed, epoch=epoch, indices=indices.numpy()))
         # Boxes are drawn in the original pixels; the stored image was stretched to a square of `side` pixels.
         stretch = side / torch.from_numpy(sizes).float()
         image, labels = gather_images(self.images.pixels, indices), self.images.labels[indices]
@@ -218,8 +213,8 @@ class _FileSamples:
 class TrainingFiles(_FileSamples):
     """Random crops: `image` (canvas, canvas, 3) bytes, `box` with the valid area, `label`."""
 
-    def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
-        self.listing, self.size, self.crops = listing, size, crops or CropRange()
+    def __init__(self, listing: Listing, *, size: int, crop_area: tuple[float, float] = CROP_AREA) -> None:
+        self.listing, self.size, self.crop_area = listing, size, crop_area
         self._labels = torch.tensor(listing.labels, dtype=torch.int64)
         self.canvas = int(size * PIXELS_PER_READING)
 
@@ -240,7 +235,7 @@ class TrainingFiles(_FileSamples):
         with ExitStack() as opened:
             files = [opened.enter_context(open_image_file(self.listing.paths[index])) for index in indices]
             sizes = np.array([file.size for file in files])
-            drawn = draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array(indices))
+            drawn = draw_boxes(sizes, self.crop_area, seed=seed, epoch=epoch, indices=np.array(indices))
             for row, file in enumerate(files):
                 boxes[row] = self._crop(file, drawn[row], canvases[row])
                 file.close()  # its pixels may be many

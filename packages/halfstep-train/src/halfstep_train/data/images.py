@@ -236,8 +236,6 @@ def _choose_plain_mode(image: Image.Image) -> str:
 
 def _convert_channels(array: Array, channels: int, path: Path) -> Array:
     have = array.shape[2]
-    if have == channels:
-        return array
     if have == 4 and channels in (1, 3):  # drop transparency
         array, have = array[..., :3], 3
     if have == 1 and channels in (3, 4):
@@ -257,8 +255,6 @@ def _convert_channels(array: Array, channels: int, path: Path) -> Array:
 ORIENTATION = 0x0112
 """EXIF tag; values 5 to 8 rotate the image by a quarter turn."""
 JPEG_REDUCTIONS = (8, 4, 2)
-MAX_PIXELS = 178_956_970
-"""Pillow's limit against decompression bombs: a file of a few kilobytes may claim gigabytes of pixels."""
 
 
 class ImageFile:
@@ -294,14 +290,9 @@ def open_image_file(path: Path) -> Iterator[ImageFile]:
     """Read the header of an image file; raise an error with its name if it is not an image or too large to be safe."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half the limit below
+            # Pillow warns of images of half the size that it refuses as too large for the memory.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(path)
-    except Image.DecompressionBombError as error:
-        raise DataError(
-            f"{path} claims more than {MAX_PIXELS:,} pixels",
-            why="decoding it could use up the memory of the machine",
-            fix="shrink the image, or leave such files out: data.on_bad_file=skip",
-        ) from error
     except UNREADABLE as error:
         raise make_unreadable_error(path, error) from error
     with image:

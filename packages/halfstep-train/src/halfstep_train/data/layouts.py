@@ -12,6 +12,8 @@ names both; nothing is guessed. A pattern such as `training/images/{id}_training
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -55,83 +57,33 @@ class NamePattern:
         return by_id
 
     def iterate(self, root: Path) -> Iterator[tuple[str, Path]]:
-        """Yield ids and paths in the order of the file system."""
-        *folders, last = self.text.removesuffix("/").split("/")
-        wants_folder = self.text.endswith("/")
-        for above, name, folder in _walk_folders(root, folders, "", None):
-            for entry in _list_entries(folder, _find_stem(last)):
-                if entry.is_dir() if wants_folder else self._is_wanted(entry):
-                    fits = _match_part(_find_stem(last), entry.name if wants_folder else entry.stem, name)
-                    if fits is not None:
-                        yield above + (fits or ""), entry
-
-    def _is_wanted(self, path: Path) -> bool:
-        ending, wanted = path.suffix.lower(), _find_ending(self.text.rpartition("/")[2])
-        return (ending == wanted if wanted else ending in READABLE_ENDINGS) and path.is_file()
-
-
-def _walk_folders(
-    folder: Path, parts: list[str], above: str, name: str | None
-) -> Iterator[tuple[str, str | None, Path]]:
-    """Yield matching folders as (what `**` matched, the id if already known, the folder)."""
-    if not parts:
-        yield above, name, folder
-        return
-    head, *rest = parts
-    if head == ANY_FOLDERS:  # matches no folder, or one and then again any
-        yield from _walk_folders(folder, rest, above, name)
-        for inner in _list_entries(folder, "*"):
-            if inner.is_dir():
-                yield from _walk_folders(inner, parts, f"{above}{inner.name}/", name)
-        return
-    for inner in _list_entries(folder, head):
-        fits = _match_part(head, inner.name, name)
-        if fits is not None and inner.is_dir():
-            yield from _walk_folders(inner, rest, above, fits or None)
+        """Yield ids and paths in the order of the file system, without hidden files and folders."""
+        text, wants_folder = PurePosixPath(self.text).as_posix(), self.text.endswith("/")
+        ending = PurePosixPath(text).suffix.lower()
+        endings = (ending,) if ending in READABLE_ENDINGS else READABLE_ENDINGS
+        stem = text.rpartition(".")[0] if ending in (*READABLE_ENDINGS, ".*") else text
+        # A coarse search first; the expression then checks that the id is the same wherever it occurs.
+        wide = glob.escape(stem).replace("[*]", "*").replace(ID, "*") + ("" if wants_folder else ".*")
+        expression = _make_expression(stem)
+        for found in glob.iglob(wide, root_dir=root, recursive=True):
+            path = root / found
+            if path.is_dir() if wants_folder else path.suffix.lower() in endings and path.is_file():
+                match = expression.fullmatch(found if wants_folder else os.path.splitext(found)[0])
+                if match is not None:
+                    yield "".join(match.groups()), path
 
 
-def _list_entries(folder: Path, part: str) -> list[Path]:
-    """Return a folder's visible entries; a single one if the pattern's part is a plain folder name."""
-    if part in ("", "."):
-        return [folder]
-    # A plain name needs no listing: folders of a data set can hold 100,000 files.
-    if not _is_variable(part) and (folder / part).is_dir():
-        return [folder / part]
-    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-
-
-def _match_part(part: str, name: str, known: str | None) -> str | None:
-    """Return the id that makes a name match a part of the pattern (empty if the part has none), or None."""
-    if part in ("", "."):
-        return known or ""
-    if not _is_variable(part):
-        return (known or "") if part == name else None
-    pieces = re.split(r"(\{id\}|\*)", part)
-    # The id is a named group where it occurs first, and a back reference after that; an id that a folder above has
-    # fixed is matched literally.
-    expressions = {ID: re.escape(known) if known else "(?P<id>.+?)", "*": ".*"}
-    text, has_id = "", False
-    for piece in pieces:
-        text += "(?P=id)" if piece == ID and has_id and not known else expressions.get(piece, re.escape(piece))
-        has_id = has_id or piece == ID
-    match = re.fullmatch(text, name, re.DOTALL)
-    if match is None:
-        return None
-    return known or match.groupdict().get("id") or ""
+def _make_expression(stem: str) -> re.Pattern[str]:
+    """Return a regular expression whose groups, joined, are the id."""
+    parts = {f"{ANY_FOLDERS}/": "((?:[^/]+/)*)", ID: "(?P<id>[^/]+?)", "*": "[^/]*"}
+    text = ""
+    for part in re.split(r"(\*\*/|\{id\}|\*)", stem):
+        text += "(?P=id)" if part == ID and "(?P<id>" in text else parts.get(part, re.escape(part))
+    return re.compile(text)
 
 
 def _is_variable(part: str) -> bool:
     return ID in part or "*" in part
-
-
-def _find_ending(name: str) -> str:
-    ending = PurePosixPath(name).suffix.lower()
-    return ending if ending in READABLE_ENDINGS else ""
-
-
-def _find_stem(name: str) -> str:
-    is_ending = _find_ending(name) or name.endswith(".*")
-    return name.rpartition(".")[0] if is_ending else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

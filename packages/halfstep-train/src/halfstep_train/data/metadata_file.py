@@ -79,24 +79,14 @@ def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
     for number, row in _iterate_rows(table):
         path, caption = _find_image(table, number, row, root), row.get(column)
         if not isinstance(caption, str):
-            raise _make_caption_error(table, number, row, column)
+            raise DataError(
+                f"{table}, line {number}: the caption in {column!r} is {caption!r}, not a string",
+                why=f"the line has {list_some(row, 10)}",
+                fix="correct the line, or name the column with the captions: data.text_column=NAME",
+            )
         if path.resolve().is_relative_to(inside):
             found[path] = caption
     return found
-
-
-def _make_caption_error(table: Path, number: int, row: dict[str, Any], column: str) -> DataError:
-    if column in row:
-        return DataError(
-            f"{table}, line {number}: {column} is {row[column]!r}",
-            why="a caption must be a string",
-            fix="correct the line, or remove it: images without a line are not used",
-        )
-    return DataError(
-        f"{table}, line {number} has no caption in {column!r}",
-        why=f"it has {list_some(row, 10)}",
-        fix="name the column with the captions: data.text_column=NAME",
-    )
 
 
 def _has_class_folders_instead(row: dict[str, Any], folder: Path) -> bool:
@@ -130,20 +120,13 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield number, _parse_row(table, number, line)
-
-
-def _parse_row(table: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise DataError(f"{table}, line {number} is not JSON", why=str(error)) from error
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{table}, line {number} is not a JSON object",
-            fix='write lines such as {"file_name": "1.png", "text": "a cat"}',
-        )
-    return row
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise DataError(f"{table}, line {number} is not JSON", why=str(error)) from error
+            if not isinstance(row, dict):
+                raise DataError(f"{table}, line {number} is not a JSON object", fix='write {"file_name": "1.png", ...}')
+            yield number, row
 
 
 def _read_label(table: Path, number: int, row: dict[str, Any], columns: Sequence[str]) -> str:

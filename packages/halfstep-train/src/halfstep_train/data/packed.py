@@ -1,26 +1,29 @@
 """The packed cache: the decoded images of a folder, (N, S, S, 3) bytes, in one file (see cache_file.py).
 
-A fingerprint of every file's name, size and time ties it to its folder. Packing uses threads, not processes: Pillow
+Packing uses threads, not processes: Pillow
 decodes and resizes without the interpreter's lock, so nothing is sent between processes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import take_turn
-from halfstep.errors import DataError, format_count
-from halfstep_train.data.cache_file import VERIFIED_BYTES, is_cache, open_cache, write_cache
+from halfstep.errors import DataError
+from halfstep_train.data.cache_file import (
+    VERIFIED_BYTES,
+    CacheFile,
+    CacheWriter,
+    fingerprint_files,
+    open_cache,
+    open_or_write,
+)
 from halfstep_train.data.files import Array, BadFiles, OnBadFile
 from halfstep_train.data.image_folder import ImageFolder, refuse_lost_classes
 from halfstep_train.data.image_samples import REDUCING_GAP, StoredImages, crop_centre
@@ -31,65 +34,45 @@ PACKED = "packed cache"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackIndex:
-    """Everything but the pixels: row i is the i-th image, training images first."""
-
-    size: int
-    num_train: int
-    classes: tuple[str, ...]
-    titles: dict[str, str]
-    fingerprint: str
-    names: tuple[str, ...]
-    labels: tuple[int, ...]
-    sizes: tuple[tuple[int, int], ...]
-    """Width and height of each original image."""
-    left_out: tuple[str, ...]
-    """Why each bad file is missing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
     """An opened cache."""
 
     path: Path
-    index: PackIndex
+    made_from: str
+    """Fingerprint of the folder and the settings."""
+    size: int
+    classes: tuple[str, ...]
+    titles: dict[str, str]
     train: StoredImages
     val: StoredImages
+    left_out: tuple[str, ...]
+    """Why each bad file is missing."""
 
 
-def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED_BYTES) -> Pack:
-    """Map a packed cache after checking it; `fingerprint` is that of the folder it must belong to."""
-    file = open_cache(path, PACKED, "pack the folder again: halfstep pack DIR", verify_bytes=verify_bytes)
-    index = _parse_index(file.index)
-    if fingerprint and index.fingerprint != fingerprint:
-        raise DataError(
-            f"{path} does not match the folder's current content",
-            why="files or settings changed since it was packed",
-            fix="pack it again: halfstep pack DIR",
-        )
-    pixels = file.map(np.uint8, (len(index.names), index.size, index.size, 3))
-    sizes, labels, everything = np.array(index.sizes), torch.tensor(index.labels), torch.from_numpy(pixels)
+def open_pack(path: Path, *, verify_bytes: int = VERIFIED_BYTES) -> Pack:
+    """Map a packed cache after checking it."""
+    return _map_images(open_cache(path, PACKED, verify_bytes=verify_bytes))
+
+
+def _map_images(file: CacheFile) -> Pack:
+    index = file.index
+    names, size, num_train = tuple(index["names"]), index["size"], index["num_train"]
+    pixels = torch.from_numpy(file.map(np.uint8, (len(names), size, size, 3)))
+    sizes, labels = np.array(index["sizes"]), torch.tensor(index["labels"])
     train, val = (
-        StoredImages(pixels=everything[part], sizes=sizes[part], labels=labels[part], names=index.names[part])
-        for part in (slice(index.num_train), slice(index.num_train, None))
+        StoredImages(pixels=pixels[part], sizes=sizes[part], labels=labels[part], names=names[part])
+        for part in (slice(num_train), slice(num_train, None))
     )
-    return Pack(path=path, index=index, train=train, val=val)
-
-
-def compute_fingerprint(root: Path, parts: Sequence[Sequence[Path]], settings: dict[str, Any]) -> str:
-    """Hash settings and files; it changes if a file is added, removed, renamed, rewritten or moved between splits."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for number, paths in enumerate(parts):
-        for path in paths:
-            status = path.stat() if path.exists() else path.lstat()  # a link that leads nowhere
-            row = (number, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns)
-            digest.update(repr(row).encode())
-    return digest.hexdigest()
-
-
-def _parse_index(values: dict[str, Any]) -> PackIndex:
-    values |= {name: tuple(values[name]) for name in ("classes", "names", "labels", "left_out")}
-    return PackIndex(**values | {"sizes": tuple((w, h) for w, h in values["sizes"])})
+    return Pack(
+        path=file.path,
+        made_from=file.made_from,
+        size=size,
+        classes=tuple(index["classes"]),
+        titles=index["titles"],
+        train=train,
+        val=val,
+        left_out=tuple(index["left_out"]),
+    )
 
 
 DEFAULT_SIZE = 256
@@ -120,52 +103,52 @@ def list_packed_sizes(root: Path) -> list[int]:
 
 
 def open_or_pack(
-    folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None
+    folder: ImageFolder,
+    path: Path,
+    settings: PackSettings,
+    *,
+    progress: OnProgress | None = None,
+    force: bool = False,
 ) -> Pack:
-    """Open the cache at `path` if it is complete and fits the folder; otherwise pack the folder again."""
-    with take_turn(path):
-        if path.is_file():
-            try:
-                return open_pack(path, fingerprint=fingerprint_folder(folder, settings))
-            except DataError:
-                pass  # stale or broken: made again, which the caller sees by its progress
-        return pack(folder, path, settings, progress=progress)
+    """Open the cache at `path` if it is intact and fits the folder; otherwise, or with `force`, pack the folder."""
+    file, _ = open_or_write(
+        path,
+        PACKED,
+        fingerprint_folder(folder, settings),
+        lambda writer: _pack(folder, settings, writer, progress),
+        force=force,
+    )
+    return _map_images(file)
 
 
-def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None) -> Pack:
-    """Decode the whole folder into a cache file at `path`, replacing an older one."""
+def _pack(folder: ImageFolder, settings: PackSettings, file: CacheWriter, progress: OnProgress | None) -> None:
+    """Decode the whole folder: row i is the i-th image that can be read, training images first."""
     paths, labels = folder.train.paths + folder.val.paths, folder.train.labels + folder.val.labels
-    _refuse_foreign_file(path)
-    mark = fingerprint_folder(folder, settings)
+    file.require_space(len(paths) * settings.size**2 * 3)
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int]]] = []
-    num_train = 0
-    with write_cache(path, PACKED, len(paths) * settings.size**2 * 3) as file:
-        for done, (number, outcome) in enumerate(_decode_all(folder, settings), start=1):
-            if isinstance(outcome, DataError):
-                bad_files.report(outcome)
-            else:
-                pixels, size = outcome
-                file.write(pixels.tobytes())
-                rows.append((number, size))
-                num_train += number < len(folder.train)
-            if progress is not None:
-                progress(done, len(paths))
-        index = PackIndex(
-            size=settings.size,
-            num_train=num_train,
-            classes=folder.classes,
-            titles=dict(folder.titles),
-            fingerprint=mark,
-            names=tuple(paths[number].relative_to(folder.root).as_posix() for number, _ in rows),
-            labels=tuple(labels[number] for number, _ in rows),
-            sizes=tuple(size for _, size in rows),
-            left_out=tuple(f"{error.what}: {error.why}" for error in bad_files.skipped),
-        )
-        refuse_lost_classes(index.classes, index.labels[:num_train], why="all of them were left out")
-        bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
-        file.index = asdict(index)
-    return open_pack(path, verify_bytes=1)  # just written: checking every CRC again would read the whole file
+    for done, (number, outcome) in enumerate(_decode_all(folder, settings), start=1):
+        if isinstance(outcome, DataError):
+            bad_files.report(outcome)
+        else:
+            pixels, size = outcome
+            file.write(pixels.tobytes())
+            rows.append((number, size))
+        if progress is not None:
+            progress(done, len(paths))
+    num_train = sum(number < len(folder.train) for number, _ in rows)
+    file.index = {
+        "size": settings.size,
+        "num_train": num_train,
+        "classes": folder.classes,
+        "titles": dict(folder.titles),
+        "names": [paths[number].relative_to(folder.root).as_posix() for number, _ in rows],
+        "labels": [labels[number] for number, _ in rows],
+        "sizes": [size for _, size in rows],
+        "left_out": [f"{error.what}: {error.why}" for error in bad_files.skipped],
+    }
+    refuse_lost_classes(folder.classes, file.index["labels"][:num_train], why="all of them were left out")
+    bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
 
 
 def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
@@ -173,31 +156,14 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     stored: dict[str, object] = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
     if folder.has_table:  # else the folders' names are the labels
         stored["labels"] = (folder.train.labels, folder.val.labels)
-    return compute_fingerprint(folder.root, (folder.train.paths, folder.val.paths), stored)
+    return fingerprint_files(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
-def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
-    """Explain why training on the folder would rebuild a cache with this index; empty if it would not."""
-    if index.fingerprint == fingerprint_folder(folder, settings):
+def explain_stale(pack: Pack, folder: ImageFolder, settings: PackSettings) -> str:
+    """Explain why training on the folder would rebuild a cache; empty if it would not."""
+    if pack.made_from == fingerprint_folder(folder, settings):
         return ""
-    now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}
-    gone = len(set(index.names) - now)
-    if gone or len(now) != len(index.names) + len(index.left_out):
-        new = len(now - set(index.names)) - len(index.left_out)
-        return f"the folder changed since it was packed ({format_count(max(new, 0), 'image')} new, {gone:,} gone)"
-    return (
-        "an image changed or moved to another split since it was packed, or the settings differ "
-        "(size, split, on-bad-file)"
-    )
-
-
-def _refuse_foreign_file(path: Path) -> None:
-    if path.exists() and path.suffix != ".pack" and not is_cache(path, PACKED):
-        raise DataError(
-            f"{path} exists and is not a packed cache",
-            why="halfstep overwrites only its own caches",
-            fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
-        )
+    return "its images, their split or the settings (size, on-bad-file) changed since it was packed"
 
 
 def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from halfstep.errors import DataError, format_bytes, format_count
 from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.binary_sets import find_cifar_folder, read_cifar_planes
+from halfstep_train.data import binary_sets
 from halfstep_train.data.loader import TensorSamples
 from halfstep_train.exercises import Claim, Story
 from halfstep_train.use.compare import CompareRequest, Say, create_comparison, run_comparison
@@ -146,15 +146,16 @@ def make_samples(pixels: Tensor, labels: Tensor) -> TensorSamples:
 
 def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     """Read the binary version's training batches (one to five) and its test batch."""
-    folder = find_cifar_folder(root)
+    folder = binary_sets.find_cifar_folder(root)
     if folder is None:
         raise DataError(
             f"{root} holds no CIFAR-10",
             why="the binary version is expected: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated images",
         )
-    train, (pixels, labels) = read_cifar_planes(folder)
-    return make_samples(*train), make_samples(pixels[:MOST_TESTED], labels[:MOST_TESTED])
+    _, train, test = binary_sets.read_cifar(folder)
+    pixels, tested = (images.pixels.permute(0, 3, 1, 2) for images in (train, test))
+    return make_samples(pixels, train.labels), make_samples(tested[:MOST_TESTED], test.labels[:MOST_TESTED])
 
 
 def generate_images(count: int, seed: int) -> TensorSamples:

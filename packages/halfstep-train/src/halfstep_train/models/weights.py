@@ -9,7 +9,6 @@ of a file's names are tried, and the one that matches most names of the model is
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ NESTS = (
 """Keys under which training scripts store weights; trained ones before averaged ones."""
 SHOWN = 4
 """Names in a message."""
-TORCH_PROTOCOL = 2
-"""Pickle protocol of torch.save; that of pickle.dump is newer."""
 NOT_WEIGHTS = {
     b"version https://git-lfs": ("it is a pointer of Git LFS, not the file itself", "git lfs pull"),
     b"<!DOCTYPE": ("it is a web page", "download the file behind it"),
@@ -148,32 +145,22 @@ def _explain_unreadable(path: Path, error: Exception) -> ModelError:
     """Return an error that says why a file cannot be read."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
-    for beginning, (why, fix) in NOT_WEIGHTS.items():
-        if start.startswith(beginning):
-            return ModelError(f"cannot read the weights in {path}", why=why, fix=fix)
-    text = str(error)
-    if why := explain_refused_pickle(error):
-        return ModelError(
-            f"cannot read the weights in {path}",
-            why=why,
-            fix="load it in Python where you trust it and save only the weights: torch.save(model.state_dict(), FILE), "
-            "or safetensors.torch.save_file(model.state_dict(), FILE)",
-        )
-    if start[:1] == pickle.PROTO and start[1:2] > bytes([TORCH_PROTOCOL]):
-        return ModelError(
-            f"cannot read the weights in {path}",
-            why=f"it is a plain pickle (protocol {start[1]}), not a file of torch.save",
-            fix="where it was saved: torch.save(model.state_dict(), FILE)",
-        )
     # Do not show torch's message: it is very long and advises disabling safety, and that of its unpickler is cryptic.
     writer = "safetensors" if path.suffix == ".safetensors" else "torch.save"
     why = f"it is not a file of {writer}, or it is damaged or incomplete"
-    why = "it is a TorchScript program, not a state dict" if "TorchScript" in text else why
-    return ModelError(
-        f"cannot read the weights in {path}",
-        why=f"{error.strerror}" if isinstance(error, OSError) and error.strerror else why,
-        fix="download or copy it again: a safetensors file, or a .pth that holds only tensors and plain values",
-    )
+    fix = "download or copy it again: a safetensors file, or a .pth that holds only tensors and plain values"
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    if refused := explain_refused_pickle(error):
+        why = refused
+        fix = (
+            "load it in Python where you trust it and save only the weights: torch.save(model.state_dict(), FILE), "
+            "or safetensors.torch.save_file(model.state_dict(), FILE)"
+        )
+    for beginning, known in NOT_WEIGHTS.items():
+        if start.startswith(beginning):
+            why, fix = known
+    return ModelError(f"cannot read the weights in {path}", why=why, fix=fix)
 
 
 def _name_few(names: Iterable[str]) -> str:

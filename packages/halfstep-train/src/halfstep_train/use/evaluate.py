@@ -40,7 +40,6 @@ from halfstep_train.use.open_run import (
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import load_part, resolve_options
 from halfstep_train.workloads.base.other_data import use_folder
-from halfstep_train.workloads.base.using import Evaluation as Evaluating
 from halfstep_train.workloads.base.using import PlainEvaluation
 from halfstep_train.workloads.base.workload import Batch, Workload
 
@@ -84,7 +83,7 @@ def evaluate(
         found = EvaluationResult(
             **run.collect_facts(plan),
             data=str(config.data.dir or "the workload's own"),
-            samples=getattr(evaluation, "num_scored", 0) or len(workload.val_samples),
+            samples=evaluation.num_scored or len(workload.val_samples),
             metrics=metrics,
             scoring=workload.scoring,
             scored_at=evaluation.scored_at,
@@ -99,7 +98,7 @@ def evaluate(
 
 
 def load_data(
-    run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
+    run: OpenedRun, kind: type[PlainEvaluation], data: Path | None, report: RunReport
 ) -> tuple[RunConfig, Workload]:
     """Load the run's validation data, or all data of another folder."""
     config = make_paths_absolute(run.config)
@@ -130,7 +129,7 @@ def load_data(
     return config, workload
 
 
-def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
+def _find_moved_data(run: OpenedRun, kind: type[PlainEvaluation], data: Path) -> tuple[RunConfig, Workload] | None:
     """Return the run's data if `data` is where they were moved to; None for other data."""
     config = use_folder(run.config, data)
     try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.disk import find_cache_directory, open_atomic_file, take_turn
-from halfstep.errors import ConfigError, MovedModule, suggest_nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 
 def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
@@ -50,14 +50,8 @@ def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, name, None)
     if found is None or not (callable(found) or hasattr(found, "builder")):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if (inspect.isfunction(value) and value.__module__ == module_name)
-            or (hasattr(value, "builder") and not isinstance(value, type))
-        ]
-        near = f"; {suggest_nearest(name, own)}" if own else ""
-        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
+        near = suggest_nearest(name, [key for key, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}; {near}")
     return found
 
 
@@ -154,18 +148,8 @@ def _add_working_folder() -> None:
 
 
 def _suggest_location(module_name: str, error: ImportError) -> str:
-    missing = str(error.name)
-    if module_name.startswith("halfstep."):
-        return f"write halfstep_train.{module_name.removeprefix('halfstep.')}:..."
-    if isinstance(error, MovedModule):
-        return f"import from {missing} in that module"
-    if not f"{module_name}.".startswith(f"{missing}."):
+    if not f"{module_name}.".startswith(f"{error.name}."):
         return "an import inside that module or its package fails: fix it there"
-    parent = missing.rpartition(".")[0]
-    spec = importlib.util.find_spec(parent) if parent else None
-    folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec else [Path.cwd()]
-    names = [path.stem for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
-    names += [path.parent.name for folder in folders for path in sorted(folder.glob("*/__init__.py"))]
-    guess = suggest_nearest(missing, [f"{parent}.{name}" if parent else name for name in names])
+    guess = suggest_nearest(module_name, [path.stem for path in sorted(Path.cwd().glob("[!_]*.py"))])
     here = "Install it, run where the module is, or set PYTHONPATH"
     return f"{guess} {here}" if guess.startswith("did you mean") else here

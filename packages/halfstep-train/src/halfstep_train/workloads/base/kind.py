@@ -94,9 +94,9 @@ class EvaluateCommand:
     """`halfstep evaluate` for a family that reports more than the metrics of validation."""
 
     evaluation: Part
-    """(workload) -> Evaluation (using.py), which scores each class and draws pictures."""
+    """(workload) -> PlainEvaluation (using.py), which scores each class and draws pictures."""
     options: tuple[Option, ...] = ()
-    """Options in addition to the general ones; with any, the evaluation implements `OptionalScores`."""
+    """Options in addition to the general ones; with any, the evaluation overrides `score_with_options`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +276,7 @@ def check_metrics(metrics: object, workload: str) -> None:
 
 def check_samples(samples: object, whose: str) -> None:
     """Refuse samples without a `sample` method, such as a torch Dataset, which would fail only later, in a worker."""
-    forms = (getattr(samples, name, None) for name in ("sample", "filled", "batch"))
-    if not (hasattr(samples, "__len__") and any(map(callable, forms))):
+    if not (hasattr(samples, "__len__") and callable(getattr(samples, "sample", None))):
         raise ConfigError(
             f"{whose}: a {type(samples).__name__} without __len__ or sample(index, *, key)",
             why="a sample may depend only on its index and key, so that results do not depend on workers and batches",

@@ -1,15 +1,15 @@
 """Latents on disk: mean and log-variance ("moments") of every sample, from which each epoch draws new latents.
 
 One file (see cache_file.py): `moments` (N, F, 2C, h, w) in fp32, row by row; F is 2 if mirror images were encoded too,
-else 1. The index holds their shape and a fingerprint of the sources.
+else 1. The index holds their shape.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,20 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.disk import take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.cache_file import is_cache, open_cache, write_cache
+from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_or_write
 from halfstep_train.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
-from halfstep_train.data.packed import compute_fingerprint
 from halfstep_train.models.posterior import Codec, draw_latent, split_moments
 from halfstep_train.report.progress import PackingBar
 from halfstep_train.workloads.base.vae_format import pick_training_device, use_format
 from halfstep_train.workloads.base.workload import Batch
 
-LATENTS, MOMENTS, FINGERPRINT = "file of latents", "moments", "fingerprint"
+LATENTS, MOMENTS = "file of latents", "moments"
 BYTES = 4
 """Per number: fp32."""
 ENCODED_AT_ONCE = 8
@@ -91,9 +89,13 @@ class Encoding:
             "format": self.format,
             **self.settings,
         }
-        fingerprint, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
         with PackingBar(self.path) as bar:
-            return open_or_write_latents(self.path, fingerprint, num, lambda: self._encode(bar), format=self.format)
+            return open_or_write_latents(
+                self.path,
+                fingerprint_files(self.root, self.files, settings),
+                sum(map(len, self.samples)),
+                lambda: self._encode(bar),
+            )
 
     @torch.no_grad()
     def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
@@ -139,66 +141,27 @@ class LatentCache:
     path: Path
     moments: Tensor
     """(N, F, 2C, h, w), memory-mapped."""
-    meta: Mapping[str, str]
     checksum: str
 
 
-def write_latents(
-    path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]
-) -> None:
-    """Write `num` rows of this shape, given in batches."""
-    num_bytes = num * math.prod(shape) * BYTES
-    with write_cache(path, LATENTS, num_bytes) as file:
-        for batch in rows:
-            file.write(batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-        assert file.num_bytes == num_bytes, (file.num_bytes, num_bytes)
-        file.index = {"shape": [num, *shape], "meta": dict(meta)}
-
-
-def open_latents(path: Path) -> LatentCache:
-    """Verify every number of a file of latents and memory-map it."""
-    every_byte = path.stat().st_size if path.is_file() else 0
-    file = open_cache(path, LATENTS, "delete it: it is rebuilt", verify_bytes=every_byte)
-    moments = torch.from_numpy(file.map(np.float32, tuple(file.index["shape"])))
-    return LatentCache(path=path, moments=moments, meta=file.index["meta"], checksum=file.checksum)
-
-
 def open_or_write_latents(
-    path: Path, fingerprint: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
+    path: Path, made_from: str, num: int, make_rows: Callable[[], Iterator[Tensor]]
 ) -> tuple[LatentCache, bool]:
-    """Open the file if it has this fingerprint, else write it from `rows()`. Return it, and whether it was written."""
-    if (found := _open_matching(path, fingerprint)) is not None:
-        return found, False
-    with take_turn(path):
-        # Another process may have written the file while this one waited.
-        if (found := _open_matching(path, fingerprint)) is None:
-            _refuse_foreign_file(path)
-            batches = rows()
-            first = next(batches)  # its shape goes into the header, which is written before the rows
-            all_batches = itertools.chain([first], batches)
-            write_latents(path, num, tuple(first.shape[1:]), all_batches, {FINGERPRINT: fingerprint, **meta})
-    return found or open_latents(path), True
+    """Open the file if it was made from the same, else write `num` rows, given in batches. Return it, and whether it
+    was written."""
 
+    def write(file: CacheWriter) -> None:
+        for batch in make_rows():
+            if not file.num_bytes:
+                file.require_space(num * batch[0].numel() * BYTES)
+                file.index = {"shape": [num, *batch.shape[1:]]}
+            file.write(batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        assert file.num_bytes == math.prod(file.index["shape"]) * BYTES, (file.num_bytes, file.index)
 
-def _open_matching(path: Path, fingerprint: str) -> LatentCache | None:
-    """Open a file with this fingerprint; return None if it is missing, stale or broken: the caller then writes it."""
-    if path.is_dir():
-        raise DataError(f"{path} is a folder", fix="name a file: data.cache_file=FILE")
-    try:
-        found = open_latents(path)
-    except DataError:
-        return None
-    return found if found.meta.get(FINGERPRINT) == fingerprint else None
-
-
-def _refuse_foreign_file(path: Path) -> None:
-    """Refuse to overwrite a file unless its name or its first bytes show that it holds latents."""
-    if path.is_file() and not path.name.startswith(".halfstep-latents") and not is_cache(path, LATENTS):
-        raise DataError(
-            f"data.cache_file={path} exists and holds no latents",
-            why="it would be overwritten",
-            fix="name a new file, or one with latents",
-        )
+    # Every number is verified, since the checksum of a run's latents is computed from the stored ones.
+    file, is_new = open_or_write(path, LATENTS, made_from, write, verify_bytes=sys.maxsize)
+    moments = torch.from_numpy(file.map(np.float32, tuple(file.index["shape"])))
+    return LatentCache(path=path, moments=moments, checksum=file.checksum), is_new
 
 
 def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:

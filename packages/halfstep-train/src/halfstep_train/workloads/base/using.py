@@ -43,94 +43,56 @@ LookAt: TypeAlias = Callable[[int], tuple[Batch, Any]]
 """(index) -> a validation sample as the model gets it, in a batch of one, and the model's outputs."""
 
 
-class Evaluation(Protocol):
-    """Interface of `halfstep evaluate` for one workload."""
+class PlainEvaluation:
+    """`halfstep evaluate` of one workload: reports the metrics of validation; a family overrides the rest."""
 
-    def __init__(self, workload: Workload) -> None: ...
+    ranking = ""
+    """Column of `score_classes` by which classes are sorted."""
+    scored_at = ""
+    """Image size or sampling steps that the scores refer to, if not obvious."""
+    num_scored = 0
+    """Number of scored samples, if not all."""
 
-    @property
-    def ranking(self) -> str:
-        """Return the column of `score_classes` by which classes are sorted."""
-        ...
-
-    @property
-    def scored_at(self) -> str:
-        """Return the image size or the sampling steps that the scores refer to, if not obvious."""
-        ...
-
-    @property
-    def metrics(self) -> Metrics:
-        """Return the metrics of validation, which may record more details."""
-        ...
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.metrics: Metrics = workload.metrics()
+        """Metrics of validation, which may record more details."""
 
     @staticmethod
     def drop_training_settings(config: RunConfig) -> RunConfig:
         """Return the settings without those that only training reads; validation samples stay the same."""
-        ...
+        return config
 
     @staticmethod
-    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+    def change_data_folder(config: Any, folder: Path) -> Any:
         """Return the settings for another data folder, which the run was not trained on."""
-        ...
+        return use_folder(config, folder)
 
     @staticmethod
     def use_all_samples(workload: Workload) -> Workload:
         """Return the workload with all samples of that folder as validation samples."""
-        ...
-
-    def score_classes(self) -> tuple[dict[str, Cell], ...]:
-        """Return one row of scores per class."""
-        ...
-
-    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
-        """Write pictures of samples to a folder; return their paths."""
-        ...
-
-
-class OptionalScores(Protocol):
-    """An evaluation whose `EvaluateCommand` has options; it sets `num_scored` if it scores only some samples."""
+        return workload
 
     def score_with_options(
         self,
-        config: RunConfig,
+        config: Any,
         trained: TrainedModel,
         options: Mapping[str, Any],
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """Return the scores that the options request, or None to run validation instead.
+        """Return the scores that `EvaluateCommand.options` request, or None to run validation instead.
 
         `with phase("Drawing", total) as bar` shows a progress bar; `batch_size` is None if the user gave none.
         """
-        ...
-
-
-class PlainEvaluation:
-    """An evaluation that reports only the metrics of validation."""
-
-    ranking = ""
-    scored_at = ""
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.metrics: Metrics = workload.metrics()
-
-    @staticmethod
-    def drop_training_settings(config: RunConfig) -> RunConfig:
-        return config
-
-    @staticmethod
-    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
-        return use_folder(config, folder)
-
-    @staticmethod
-    def use_all_samples(workload: Workload) -> Workload:
-        return workload
+        return None
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        """Return one row of scores per class."""
         return ()
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        """Write pictures of samples to a folder; return their paths."""
         return []
 
 

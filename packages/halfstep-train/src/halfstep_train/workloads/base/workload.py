@@ -43,32 +43,14 @@ def keep_as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Bat
     return batch
 
 
-class Forward(Protocol):
-    """Run the model on a prepared batch."""
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Any: ...
-
-
-class Loss(Protocol):
-    """Return the loss of a batch, or (loss, weight); the weight is the number of samples, pixels or tokens."""
-
-    def __call__(self, outputs: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]: ...
-
-
+Forward = Callable[[nn.Module, Batch], Any]
+"""Runs the model on a prepared batch."""
+Loss = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
+"""(outputs, batch) -> the loss, or (loss, weight); the weight is the number of samples, pixels or tokens."""
 Sampled = Mapping[str, "np.ndarray[Any, Any] | str"]
 """Images, uint8 (height, width) or (height, width, 3), and texts, by name."""
-
-
-class Sample(Protocol):
-    """Generate images or texts to look at. All randomness comes from the key, which is the same each time."""
-
-    def __call__(self, model: nn.Module, key: Key) -> Sampled: ...
-
-
-class MakeMetrics(Protocol):
-    """Create metrics with empty sums."""
-
-    def __call__(self) -> Metrics: ...
+Sample = Callable[[nn.Module, Key], Sampled]
+"""Generates images or texts to look at. All randomness comes from the key, which is the same each time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +64,8 @@ class Workload:
     prepare: Prepare = keep_as_loaded
     forward: Forward
     loss: Loss
-    metrics: MakeMetrics
+    metrics: Callable[[], Metrics]
+    """Creates metrics with empty sums."""
     metric: str
     """The main metric: it selects the best checkpoint and controls early stopping and the plateau schedule."""
     mode: Literal["max", "min"] = "max"

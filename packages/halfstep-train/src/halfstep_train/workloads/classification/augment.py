@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,41 +23,31 @@ from torch.nn import functional as F
 from halfstep.prefetching import send_to_device
 from halfstep_train.data.image_samples import PIXELS_PER_READING
 from halfstep_train.data.seeds import BatchDraws
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's channel statistics in 0..1, which official weights expect."""
 # (x / 255 - mean) / std = x * SCALE + SHIFT.
 SCALE = tuple(1 / (255 * std) for std in STD)
 SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
+UNCHANGED = ImageAugmentConfig(flip=0.0)
 NUM_DRAWS = 8
 """Random numbers per image: one for the flip, three for colours, four for erasing."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageChanges:
-    """Strength of the training augmentation apart from the crop; 0 disables a change."""
-
-    flip: float = 0.5
-    """Probability of a horizontal flip."""
-    brightness: float = 0.0
-    """Largest relative change of brightness, contrast and saturation."""
-    trivial: bool = False
-    """Whether each image gets one TrivialAugment change in addition."""
-    erase: float = 0.0
-    """Probability that a rectangle is erased (Zhong et al. 2017)."""
-    erase_area: tuple[float, float] = (0.02, 1 / 3)
-    """Range of the erased share of the image."""
-    erase_ratio: tuple[float, float] = (0.3, 3.3)
-    """Range of the rectangle's aspect ratio."""
-
-
-UNCHANGED = ImageChanges(flip=0.0)
+ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 3.3)
+"""Ranges of an erased rectangle's share of the image and of its aspect ratio (Zhong et al. 2017)."""
 
 
 def prepare_images(
-    batch: Mapping[str, Tensor], size: int, *, changes: ImageChanges = UNCHANGED, key: tuple[int, ...] = (0,)
+    batch: Mapping[str, Tensor],
+    size: int,
+    *,
+    changes: ImageAugmentConfig = UNCHANGED,
+    key: tuple[int, ...] = (0,),
 ) -> Tensor:
-    """Return normalised float images (N, 3, size, size) from `image` (N, H, W, 3) bytes.
+    """Return normalised float images (N, 3, size, size) from `image` (N, H, W, 3) bytes, with the training changes
+    apart from crop and mixing.
 
     `box` (N, 4) selects the visible pixels of the stored image as left, top, right, bottom; without one, all are
     visible.
@@ -109,7 +98,7 @@ def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
     return F.avg_pool2d(read, readings) if readings > 1 else read
 
 
-def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
+def change_colours(image: Tensor, draws: Tensor, changes: ImageAugmentConfig) -> Tensor:
     """Change brightness, contrast and saturation of images in 0..255, each by a random factor per image."""
     factors = send_to_device(1 + (draws * 2 - 1) * changes.brightness, image.device).view(3, -1, 1, 1, 1)
     brightness, contrast, saturation = factors.unbind()
@@ -119,13 +108,13 @@ def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tenso
     return torch.lerp(to_gray(image), image, saturation).clamp(0, 255)
 
 
-def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
+def draw_erased(draws: Tensor, size: int, changes: ImageAugmentConfig) -> Tensor:
     """Return booleans (N, 1, size, size): true inside the erased rectangle of each image."""
     happens, area, shape, position = draws
-    low, high = changes.erase_area
+    low, high = ERASED_AREA
     # Side of a square with the drawn share of the area, then stretched to the drawn aspect ratio.
     share = (low + area * (high - low)).sqrt()
-    flat, tall = (math.log(ratio) / 2 for ratio in changes.erase_ratio)
+    flat, tall = (math.log(ratio) / 2 for ratio in ERASED_RATIO)
     stretch = torch.exp(flat + shape * (tall - flat))
     wide, high_ = ((share * s).clamp(max=1) * size for s in (stretch, 1 / stretch))
     # One draw gives both coordinates: the column from its leading bits, the row from the bits after the first twelve.

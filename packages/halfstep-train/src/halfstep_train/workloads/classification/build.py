@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
-from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
@@ -24,7 +23,7 @@ from halfstep_train.workloads.base.guiding import choose_side
 from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Prepare, Workload
-from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, ImageChanges, prepare_images
+from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, prepare_images
 from halfstep_train.workloads.classification.config import (
     SMALL_CHANGES,
     SMALL_SIDE,
@@ -36,7 +35,7 @@ from halfstep_train.workloads.classification.config import (
 from halfstep_train.workloads.classification.data import get_evaluation_share, get_evaluation_size, open_image_data
 from halfstep_train.workloads.classification.guide import Guide, measure_sides
 from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
-from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
+from halfstep_train.workloads.classification.scores import ClassificationMetrics, classification_loss, mix
 
 FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and weights of mixed labels",)
 
@@ -59,7 +58,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if is_new:
         rows = (*rows, *describe_scaling(config, data.train), *describe_augmentation(config.data))
     about = {"notes": data.notes, "val_names": data.val_names, "about": rows}
-    by_batch = ("Mixup and CutMix",) if prepare.mixing.is_on else ()
+    by_batch = ("Mixup and CutMix",) if config.data.augment.is_mixing else ()
     return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
 
 
@@ -134,17 +133,15 @@ class PrepareImages:
     """Convert bytes to the model's input; in training with crop, flip, colour, erasing and mixing."""
 
     def __init__(self, config: ImageDataConfig) -> None:
-        settings = config.augment
         self.train_size, self.eval_size = config.image_size, get_evaluation_size(config)
-        self.changes = fill_from_settings(ImageChanges, settings)
-        self.mixing = fill_from_settings(Mixing, settings)
+        self.changes = config.augment
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         others = {name: tensor for name, tensor in batch.items() if name != "box"}
         if not training:
             return others | {"image": prepare_images(batch, self.eval_size)}
         prepared = others | {"image": prepare_images(batch, self.train_size, changes=self.changes, key=key)}
-        return mix(prepared, self.mixing, key=key) if self.mixing.is_on else prepared
+        return mix(prepared, self.changes, key=key) if self.changes.is_mixing else prepared
 
 
 def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
@@ -181,26 +178,15 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
     """Build a ResNet or ViT."""
     checkpointing = config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
-        shape = config.model
-        return build_resnet(
-            get_model_name(config),
-            blocks=shape.blocks,
-            num_classes=num_classes,
-            width=shape.width,
-            stem=shape.stem,
-            checkpointing=checkpointing,
-        )
+        sizes = config.model.model_dump(include={"blocks", "width", "stem"})
+        return build_resnet(get_model_name(config), num_classes=num_classes, checkpointing=checkpointing, **sizes)
     assert isinstance(config, ViTConfig)
-    size = config.model
     model = build_vit(
         get_model_name(config),
-        depth=size.depth,
-        heads=size.heads,
-        dim=size.dim,
-        patch=size.patch,
         num_classes=num_classes,
         image_size=config.data.image_size,
         checkpointing=checkpointing,
+        **config.model.model_dump(include={"depth", "heads", "dim", "patch"}),
     )
     eval_size = get_evaluation_size(config.data)
     compute_grid(eval_size, eval_size, model.patch)  # raise now, not at the first validation

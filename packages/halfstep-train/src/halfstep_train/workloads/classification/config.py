@@ -209,6 +209,10 @@ class ImageAugmentConfig(Section):
     mixup: OffNumber = Field(default=0.0, description="Alpha of mixup: two images blended; 0: off")
     cutmix: OffNumber = Field(default=0.0, description="Alpha of CutMix: a box pasted from another image; 0: off")
 
+    @property
+    def is_mixing(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
 
 class ImageDataConfig(DataConfig):
     """A folder of class folders."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder, find_idx_titles, read_cifar, read_idx
+from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder, read_cifar, read_idx
 from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
 from halfstep_train.data.image_samples import (
-    CropRange,
     EvaluationFiles,
     EvaluationImages,
     StoredImages,
@@ -46,26 +45,16 @@ class ImageData:
     """Where samples and split come from, for the run's header."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredKind:
-    """A data set distributed as arrays, with a test split."""
-
-    name: str
-    folder: Callable[[Path], Path | None]
-    """Find its files in a data folder; None if it is not such a data set."""
-    read: Callable[[Path], tuple[tuple[str, ...], StoredImages, StoredImages]]
-    titles: Callable[[Path], Mapping[str, str]] = lambda path: {}
-
-
 STORED = (
-    StoredKind(name="CIFAR-10's binary batches", folder=find_cifar_folder, read=read_cifar),
-    StoredKind(name="MNIST's idx files", folder=find_idx_folder, read=read_idx, titles=find_idx_titles),
+    ("CIFAR-10's binary batches", find_cifar_folder, read_cifar),
+    ("MNIST's idx files", find_idx_folder, read_idx),
 )
+"""Data sets that are distributed as arrays with a test split: name, finder of the files, reader."""
 
 
 def has_stored_images(root: Path) -> bool:
     """True if a folder holds a data set that is distributed as arrays, such as CIFAR-10."""
-    return any(kind.folder(root) is not None for kind in STORED)
+    return any(find(root) is not None for _, find, _ in STORED)
 
 
 def open_image_data(
@@ -76,9 +65,18 @@ def open_image_data(
     The `store` of an earlier run fixes how validation crops images. Unless `quiet`, packing shows its progress.
     """
     root = require_folder(config.dir)
-    for kind in STORED:
-        if (path := kind.folder(root)) is not None:
-            return _open_stored(kind, path, config, get_evaluation_share(config, store, usual=WHOLE))
+    for name, find, read in STORED:
+        if (path := find(root)) is not None:
+            classes, train_images, val_images = read(path)
+            share = get_evaluation_share(config, store, usual=WHOLE)
+            return ImageData(
+                classes=classes,
+                train=_make_training_images(train_images, config),
+                val=_make_evaluation_images(val_images, config, share),
+                eval_share=share,
+                val_names=(),
+                about=(("layout", f"{name} in {path}; validation: its test split"),),
+            )
     train, val, *_ = (*config.folders, "", "")
     layout = FolderLayout(
         train=train,
@@ -105,20 +103,6 @@ def get_evaluation_share(
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
-def _open_stored(kind: StoredKind, path: Path, config: ImageDataConfig, share: float) -> ImageData:
-    """Open a data set of arrays, such as CIFAR-10."""
-    classes, train, val = kind.read(path)
-    return ImageData(
-        classes=classes,
-        train=_make_training_images(train, config),
-        val=_make_evaluation_images(val, config, share),
-        eval_share=share,
-        val_names=(),
-        titles=kind.titles(path),
-        about=(("layout", f"{kind.name} in {path}; validation: its test split"),),
-    )
-
-
 def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
     """Open the packed cache of an image folder; write it first if necessary."""
     settings = PackSettings(
@@ -130,14 +114,14 @@ def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
     with nullcontext() if quiet else PackingBar(path) as progress:
         pack = open_or_pack(folder, path, settings, progress=progress)
     return ImageData(
-        classes=pack.index.classes,
+        classes=pack.classes,
         train=_make_training_images(pack.train, config),
         val=_make_evaluation_images(pack.val, config, share),
         eval_share=share,
-        val_names=pack.index.names[pack.index.num_train :],
-        titles=pack.index.titles,
+        val_names=pack.val.names,
+        titles=pack.titles,
         about=_describe_layout(folder),
-        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_note_unvalidated(folder)),
+        notes=(*(f"left out: {why}" for why in pack.left_out), *_note_unvalidated(folder)),
     )
 
 
@@ -147,7 +131,7 @@ def _open_files(folder: ImageFolder, config: ImageDataConfig, share: float) -> I
     folder = check_images(folder, bad_files=bad_files)
     return ImageData(
         classes=folder.classes,
-        train=TrainingFiles(folder.train, size=config.image_size, crops=CropRange(area=config.augment.crop_area)),
+        train=TrainingFiles(folder.train, size=config.image_size, crop_area=config.augment.crop_area),
         val=EvaluationFiles(folder.val, size=get_evaluation_size(config), share=share),
         eval_share=share,
         val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
@@ -174,7 +158,7 @@ def _note_unvalidated(folder: ImageFolder) -> list[str]:
 
 
 def _make_training_images(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
-    return TrainingImages(images, crops=CropRange(area=config.augment.crop_area))
+    return TrainingImages(images, crop_area=config.augment.crop_area)
 
 
 def _make_evaluation_images(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:

@@ -15,7 +15,7 @@ from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.other_data import use_all_pictures
 from halfstep_train.workloads.base.using import LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.classification.scores import ClassificationDetails, Mistake
+from halfstep_train.workloads.classification.scores import ClassificationDetails
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,11 +60,8 @@ class ClassificationEvaluation(PlainEvaluation):
         draw_confusion(self.metrics.get_confusion().tolist(), self.names, paths[0])
         if mistakes := self.metrics.list_mistakes():
             paths.append(folder / "mistakes.png")
-            draw_mistakes(
-                [self._describe_mistake(mistake) for mistake in mistakes[:SHOWN_MISTAKES]],
-                paths[1],
-                total=len(mistakes),
-            )
+            shown = [self._describe_mistake(*mistake) for mistake in mistakes[:SHOWN_MISTAKES]]
+            draw_mistakes(shown, paths[1], total=len(mistakes))
         return paths
 
     def _find_rival(self, row: np.ndarray[Any, Any], number: int) -> str:
@@ -73,14 +70,14 @@ class ClassificationEvaluation(PlainEvaluation):
         rival = int(others.argmax())
         return f"{self.names[rival]} ({others[rival]:,})" if others[rival] else ""
 
-    def _describe_mistake(self, mistake: Mistake) -> ShownMistake:
+    def _describe_mistake(self, index: int, label: int, predicted: int, confidence: float) -> ShownMistake:
         names = self.workload.val_names
         return ShownMistake(
-            image=get_shown_pixels(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
-            truth=self.names[mistake.label],
-            answer=self.names[mistake.predicted],
-            confidence=mistake.confidence,
-            file=names[mistake.index] if names else f"sample {mistake.index}",
+            image=get_shown_pixels(self.workload.val_samples.sample(index, key=(0, 0, index))),
+            truth=self.names[label],
+            answer=self.names[predicted],
+            confidence=confidence,
+            file=names[index] if names else f"sample {index}",
         )
 
 
@@ -142,13 +139,6 @@ def _label_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylabel("true", fontsize=10, color=INK)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    if len(names) <= NAMED_UP_TO:
-        # Minor ticks lie between the cells; their grid separates them.
-        edges = np.arange(len(names) + 1) - 0.5
-        axes.set_xticks(edges, minor=True)
-        axes.set_yticks(edges, minor=True)
-        axes.grid(which="minor", color="white", linewidth=1)
-        axes.tick_params(which="minor", length=0)
 
 
 def _write_numbers(axes: Axes, matrix: Any, shares: Any) -> None:

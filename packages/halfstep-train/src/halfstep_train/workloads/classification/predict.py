@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import DataError
-from halfstep_train.data.files import IMAGE_ENDINGS
+from halfstep_train.data.files import IMAGE_ENDINGS, run_in_threads
 from halfstep_train.data.image_samples import crop_centre
 from halfstep_train.data.images import open_image_file
 from halfstep_train.report.progress import Bar
@@ -39,22 +37,20 @@ class ClassPredictor:
     ) -> Iterator[Answer | Failure]:
         """Yield answers in the order of the files, computed in batches of the training size."""
         top_k, size = request.options["top_k"], self.config.train.batch_size
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow releases the GIL while decoding
-            for start in range(0, len(inputs), size):
-                chunk = inputs[start : start + size]
-                read = list(threads.map(self._read, chunk))
-                pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
-                found = iter(self._compute_probabilities(pictures, trained) if pictures else ())
-                for item, outcome in zip(chunk, read, strict=True):
-                    yield outcome if isinstance(outcome, Failure) else self._make_answer(item, next(found), top_k)
+        for start in range(0, len(inputs), size):
+            chunk = inputs[start : start + size]
+            read = run_in_threads(self._read, chunk)
+            pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
+            found = iter(self._compute_probabilities(pictures, trained) if pictures else ())
+            for item, outcome in zip(chunk, read, strict=True):
+                if isinstance(outcome, DataError):
+                    yield describe_failure(item, outcome)
+                else:
+                    yield self._make_answer(item, next(found), top_k)
 
-    def _read(self, item: Input) -> Tensor | Failure:
-        data = self.config.data
-        try:
-            with open_image_file(item.path) as picture:
-                return torch.from_numpy(crop_centre(picture, get_evaluation_size(data), self.eval_share))
-        except DataError as error:
-            return describe_failure(item, error)
+    def _read(self, item: Input) -> Tensor:
+        with open_image_file(item.path) as picture:
+            return torch.from_numpy(crop_centre(picture, get_evaluation_size(self.config.data), self.eval_share))
 
     def _compute_probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)

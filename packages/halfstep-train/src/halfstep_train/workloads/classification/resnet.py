@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError
 from halfstep.recompute import Blocks, get_recompute, keeps_every_product
 from halfstep_train.kernels.fast_forms import can_chain, has_room_for_tiles
 from halfstep_train.kernels.resnet_chain import Layer, ResNetBlock, run_resnet_chain
@@ -98,12 +97,6 @@ class ResNet(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if not blocks or min(*blocks, num_classes, in_channels, width) < 1:
-            raise ModelError(
-                f"ResNet of blocks {blocks}, width {width}, {in_channels} input channels, {num_classes} classes",
-                why="each must be at least 1",
-                fix="ResNet-50 has blocks (3, 4, 6, 3) and width 64",
-            )
         self.num_stages = len(blocks)
         is_small = stem == "small"
         # The small stem is for CIFAR (He et al. 2015, 4.2): the usual one would leave one pixel of 32 in the last

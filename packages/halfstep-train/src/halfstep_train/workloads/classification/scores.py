@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,27 +19,16 @@ from halfstep.islands import fp32_island, to_fp32
 from halfstep.prefetching import send_to_device
 from halfstep_train.data.seeds import get_batch_key
 from halfstep_train.workloads.base.sums import Sums
+from halfstep_train.workloads.classification.config import ImageAugmentConfig
 
 TOP = 5
 MIX_STREAM = 0x6D6978
 """Distinguishes the random numbers of mixing from those of augmentation with the same key ("mix" in ASCII)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mixing:
-    """Mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019) by the alpha of their Beta(alpha, alpha); 0: off."""
-
-    mixup: float = 0.0
-    cutmix: float = 0.0
-
-    @property
-    def is_on(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
-
-
-def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
-    """Mix each image with its neighbour in the batch. `label_b` is the neighbour's label, `lam` the weight of
-    `label`."""
+def mix(batch: Mapping[str, Tensor], spec: ImageAugmentConfig, *, key: tuple[int, ...]) -> dict[str, Tensor]:
+    """Mix each image with its neighbour in the batch by Mixup (Zhang et al. 2017) or CutMix (Yun et al. 2019), with
+    the alpha of a Beta(alpha, alpha). `label_b` is the neighbour's label, `lam` the weight of `label`."""
     image, label = batch["image"], batch["label"]
     random = np.random.default_rng((*get_batch_key(key), MIX_STREAM))
     # Always draw all numbers, so that one setting does not alter the random numbers of the others.
@@ -141,17 +129,6 @@ class ClassificationMetrics(Sums):
 # --- details of evaluation ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mistake:
-    """A wrong prediction."""
-
-    index: int
-    label: int
-    predicted: int
-    confidence: float
-    """Probability of the predicted class."""
-
-
 class ClassificationDetails(ClassificationMetrics):
     """Validation metrics with the confusion matrix and every prediction with its confidence."""
 
@@ -167,15 +144,12 @@ class ClassificationDetails(ClassificationMetrics):
         columns = (batch["index"], batch["label"], predicted, confidence)
         self._answers.append(torch.stack([column.double() for column in columns]))
 
-    def list_mistakes(self) -> list[Mistake]:
-        """Return all mistakes, the most confident first; waits for the device."""
+    def list_mistakes(self) -> list[tuple[int, int, int, float]]:
+        """Return all mistakes as (index, label, predicted class, its probability), the most confident first; waits for
+        the device."""
         rows = torch.cat(self._answers, dim=1).T.tolist() if self._answers else []
-        wrong = [
-            Mistake(index=int(index), label=int(label), predicted=int(predicted), confidence=confidence)
-            for index, label, predicted, confidence in rows
-            if label != predicted
-        ]
-        return sorted(wrong, key=lambda m: (-m.confidence if math.isfinite(m.confidence) else 0.0, m.index))
+        wrong = [(int(row[0]), int(row[1]), int(row[2]), row[3]) for row in rows if row[1] != row[2]]
+        return sorted(wrong, key=lambda row: (-row[3] if math.isfinite(row[3]) else 0.0, row[0]))
 
 
 def compute_probabilities(logits: Tensor) -> Tensor:

@@ -1,9 +1,6 @@
 """Language: predict the next token of a text, with GPT-2 in its four sizes."""
 
-from dataclasses import replace
-
 from halfstep_train.workloads.base.kind import (
-    SYNTHETIC,
     EvaluateCommand,
     ExportCommand,
     GuideEntry,
@@ -30,7 +27,6 @@ KIND = Kind.from_package(
         flops=".build:compute_flops_per_sample",
         size=lambda config: f"{get_context(config):,} tokens",
     ),
-    synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),
     evaluate=EvaluateCommand(".scores:LanguageEvaluation"),
     predict=PredictCommand(
         ".predict:Writer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,8 @@ def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 
 def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     """Return the size of the model: published, as configured, and with the vocabulary of the tokenizer."""
-    settings = config.model
-    return get_size(
-        get_model_name(config),
-        depth=settings.depth,
-        heads=settings.heads,
-        dim=settings.dim,
-        context=settings.context,
-        vocab=store["vocab"],
-    )
+    sizes = config.model.model_dump(include={"depth", "heads", "dim", "context"})
+    return get_size(get_model_name(config), **sizes, vocab=store["vocab"])
 
 
 def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
@@ -201,11 +194,6 @@ def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
 def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
-
-
-def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
-    """Return the preparation that a user of another framework would write."""
-    return lambda batch: batch  # token ids need no preparation
 
 
 def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from halfstep_train.workloads.language.tokenizers import (
     restore_tokenizer,
 )
 from halfstep_train.workloads.language.tokens import (
-    TokenFiles,
     Tokens,
     choose_cache_path,
     find_token_files,
@@ -76,12 +75,17 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
     config = whole.data
     bad_files = BadFiles(config.on_bad_file)
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
-    # A resumed run keeps its tokenizer; then the setting, the data and the start weights are asked, in this order.
-    named = known or _find_named_tokenizer(config.tokenizer, root) or _find_weights_tokenizer(whole)
+    # A resumed run keeps its tokenizer, which was compared with that of its start weights when it began; then the
+    # setting, the data and the start weights are asked, in this order.
+    theirs = None if known else _read_weights_tokenizer(whole)
+    named = known or _find_named_tokenizer(config.tokenizer, root) or (theirs if config.tokenizer == "auto" else None)
     tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
-    # The tokenizer of a stored run was compared with its start weights when that run began.
-    if known is None:
-        _refuse_different_tokenizer(tokenizer, whole)
+    if theirs is not None and have_different_ids(tokenizer, theirs):
+        raise DataError(
+            f"{whole.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
+            fix="leave out data.tokenizer to use theirs",
+        )
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
     location = f"cached in {path}" if config.cache else "in memory"
@@ -108,7 +112,11 @@ def _note_not_read(texts: TextFiles) -> Iterator[str]:
 
 
 def _open_ids(
-    config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
+    config: LanguageConfig,
+    root: Path,
+    files: tuple[Sequence[Path], ...],
+    known: Tokenizer | None,
+    store: Mapping[str, Any] | None,
 ) -> LanguageData:
     """Open files of token ids."""
     folder = root if root.is_dir() else root.parent
@@ -116,13 +124,13 @@ def _open_ids(
         known
         or _find_named_tokenizer(config.data.tokenizer, root)
         or read_nanogpt_tokenizer(folder)
-        or _find_weights_tokenizer(config)
+        or (_read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None)
     )
     _refuse_mismatched_ids(tokenizer, root)
     # Ids without a tokenizer are taken for GPT-2's, as nanoGPT's prepare.py writes them: 50,257 tokens.
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
-    train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
-    num_files = format_count(len(files.train) + len(files.val), "file")
+    train, val = (open_tokens(paths, vocab=vocab) for paths in files)
+    num_files = format_count(sum(map(len, files)), "file")
     named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
     return LanguageData(
         train=train,
@@ -133,15 +141,7 @@ def _open_ids(
             ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
             ("tokenizer", named),
         ),
-        notes=() if files.val else (f"there is no validation: {_explain_no_validation(root)}",),
-    )
-
-
-def _explain_no_validation(root: Path) -> str:
-    return (
-        f"{root} has no .bin with `val` in its name"
-        if root.is_dir()
-        else f"data.dir is the file {root.name}, not its folder"
+        notes=() if files[1] else (f"there is no validation: data.dir={root} holds no .bin with `val` in its name",),
     )
 
 
@@ -174,12 +174,8 @@ def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
     return read_tokenizer(Path(setting))
 
 
-def _find_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
-    """Return the tokenizer next to the start weights, with `auto`: their embedding has one row per token of it."""
-    return _read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None
-
-
 def _read_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
+    """Return the tokenizer next to the start weights, whose embedding has one row per token of it."""
     if not config.model.weights:
         return None
     weights = Path(config.model.weights)
@@ -191,17 +187,6 @@ def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) ->
     """True if a tokenizer is the one next to the start weights."""
     theirs = _read_weights_tokenizer(config)
     return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
-
-
-def _refuse_different_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
-    """Refuse another tokenizer than that of the start weights; equal sizes do not mean equal tokens."""
-    theirs = _read_weights_tokenizer(config)
-    if theirs is not None and have_different_ids(tokenizer, theirs):
-        raise DataError(
-            f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
-            why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
-            fix="leave out data.tokenizer to use theirs",
-        )
 
 
 def _make_text_tokenizer(setting: str, texts: TextFiles) -> Tokenizer:

@@ -216,14 +216,12 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits or, with targets, the loss; targets below 0 do not count."""
-        self.check_length(tokens.shape[1])
         features = self.transformer(tokens)
         return self.compute_logits(features) if targets is None else self.compute_loss(features, targets)
 
     def compute_next_logits(self, tokens: Tensor, caches: list[KeyValueCache]) -> Tensor:
         """Return logits (N, vocab) of the token after `tokens`, which follow the tokens in `caches`."""
         past = 0 if caches[0].keys is None else caches[0].keys.shape[2]
-        self.check_length(past + tokens.shape[1])
         return self.compute_logits(self.transformer(tokens, caches, past)[:, -1])
 
     def make_caches(self) -> list[KeyValueCache]:
@@ -241,15 +239,6 @@ class GPT2(nn.Module):
         with fp32_island():
             summed = _compute_chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
             return summed / (targets >= 0).sum().clamp(min=1)
-
-    def check_length(self, tokens: int) -> None:
-        """Refuse more tokens than the context."""
-        if tokens > self.size.context:
-            raise ModelError(
-                f"{tokens} tokens for a model of context {self.size.context}",
-                why="it has position embeddings for that many tokens only",
-                fix=f"model.context={tokens} for a new model, or shorter texts",
-            )
 
     @torch.no_grad()
     def _initialise(self) -> None:

@@ -154,13 +154,6 @@ def _refuse_different_network(model: GPT2, description: Mapping[str, Any], path:
         "bias": ("model.bias", has_bias),
     }
     theirs = {key: (*mine, description[key]) for key, mine in own.items() if key in description}
-    for key, (_, mine, value) in theirs.items():
-        if type(value) is not type(mine):
-            raise ModelError(
-                f"the description of {path} has {key}={value!r}",
-                why="it must be true or false" if isinstance(mine, bool) else "it must be an integer",
-                fix="correct it in config.json next to the weights, or save the model again",
-            )
     if other := [(setting, mine, value) for setting, mine, value in theirs.values() if value != mine]:
         settings = {setting: value for setting, _, value in theirs.values()}
         if context < size.context:

@@ -52,10 +52,6 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     if root.is_file():
         _check_texts([root], BadFiles("error"))
         return _use_one_file(root, root, val_fraction)
-    if not root.is_dir():
-        raise DataError(
-            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
-        )
     prose, code = (list_files(root, endings, recursive=True) for endings in (PROSE, CODE))
     endings = PROSE if prose else CODE
     train, val = _find_named_part(root, TRAIN_NAMES, endings), _find_named_part(root, VALIDATION_NAMES, endings)
@@ -152,14 +148,11 @@ def _find_by_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
 
 def _check_texts(files: list[Path], bad_files: BadFiles) -> list[Path]:
     """Read all files before anything is written; return those that are text, and report the others."""
-    good = []
-    for path in files:
-        try:
-            read_text(path)
-        except DataError as error:
-            bad_files.report(error)
-        else:
-            good.append(path)
+
+    def check(path: Path) -> None:
+        read_text(path)
+
+    good = [path for path, _ in bad_files.try_each(check, files)]
     if files and not good:
         raise DataError(f"no usable text: all {len(files)} files were left out", why=bad_files.skipped[0].what)
     return good

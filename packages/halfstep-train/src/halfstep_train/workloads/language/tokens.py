@@ -8,9 +8,7 @@ of -1, which do not count.
 Ids come from three kinds of files. `train.bin` and `val.bin` of nanoGPT are 16-bit ids and nothing else, with a
 `meta.pkl` in the same folder if the tokens are characters. Shards of llm.c (`*_train_*.bin`, `*_val_*.bin`) begin with
 256 32-bit numbers: a magic number, a version, the number of ids. Our token cache (see cache_file.py) holds the ids of a
-tokenised text, first of the training split, then of the validation split. Its index holds their number and width, and
-fingerprints of texts (names, sizes, times) and tokenizer. A cache of other texts or another tokenizer is rebuilt; a
-damaged one is an error.
+tokenised text, first of the training split, then of the validation split. Its index holds their number and width.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import re
 import string
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.disk import take_turn
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import VERIFIED_BYTES, CacheFile, is_cache, open_cache, write_cache
-from halfstep_train.data.files import Array, explain_full_disk, make_natural_key
+from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_or_write
+from halfstep_train.data.files import Array, make_natural_key
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.language.text_files import PROSE, TextFiles
 from halfstep_train.workloads.language.tokenizers import Characters, Tokenizer, identify
@@ -126,23 +122,14 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
 HEADER_NUMBERS = 256
 LLMC: dict[int, tuple[int, Any]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """File version and type of ids by llm.c's magic number, for GPT-2 and for Llama 3."""
-NUMPY_FILE = b"\x93NUMPY"
 LOOKED_AT = 2**26
 """Number of ids per file that are compared with the vocabulary before training; the rest is checked when it is read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenFiles:
-    """Files of token ids, for training and validation."""
-
-    train: tuple[Path, ...]
-    val: tuple[Path, ...]
-
-
-def find_token_files(root: Path) -> TokenFiles | None:
-    """Return the `.bin` files of a folder by split, or a single one; None if there are none."""
+def find_token_files(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]] | None:
+    """Return the `.bin` files of a folder for training and validation, or a single one; None if there are none."""
     if root.is_file():
-        return TokenFiles(train=(root,), val=()) if root.suffix == ".bin" else None
+        return ((root,), ()) if root.suffix == ".bin" else None
     binary = sorted(root.glob("*.bin"), key=lambda path: make_natural_key(path.name))
     train = tuple(path for path in binary if "train" in path.name)
     val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
@@ -155,10 +142,10 @@ def find_token_files(root: Path) -> TokenFiles | None:
             why="files are recognised by `train` and `val` in their names",
             fix="name them train.bin and val.bin",
         )
-    return TokenFiles(train=train, val=val) if train else None
+    return (train, val) if train else None
 
 
-def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
+def open_tokens(paths: Sequence[Path], *, vocab: int) -> Tokens:
     """Open files of ids as one sequence; raise DataError if their first ids exceed the vocabulary."""
     parts = [open_ids(path) for path in paths]
     for path, part in zip(paths, parts, strict=True):
@@ -175,35 +162,21 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
         magic, version, count = (int(number) for number in np.fromfile(path, dtype=np.int32, count=3))
         if magic in LLMC:
             return _open_shard(path, size, magic, version, count)
-    with path.open("rb") as file:
-        if file.read(len(NUMPY_FILE)) == NUMPY_FILE:
-            raise DataError(
-                f"{path} was written by np.save and has a header",
-                why="a .bin is read as 16-bit ids and nothing else, as nanoGPT writes them",
-                fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
-            )
+    # Recognise common mistakes by the first ids: text, or ids of 32 bits. In ids, every other byte is small.
+    first, mistake = np.fromfile(path, dtype=np.uint16, count=4096), ""
     if size % 2:
+        mistake = f"has {size:,} bytes, an odd number"
+    elif len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:
+        mistake = f"seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}"
+    elif len(first) > 64 and not first[1::2].any() and first[::2].any():
+        mistake = "seems to hold 32-bit ids: every second 16-bit one is 0"
+    if mistake:
         raise DataError(
-            f"{path} has {size:,} bytes, an odd number",
-            why="16-bit ids, as nanoGPT writes them, take two bytes each, and there is no llm.c header",
-            fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
+            f"{path} {mistake}",
+            why="a .bin without llm.c's header is read as 16-bit ids, as nanoGPT writes them",
+            fix=f"np.array(ids, dtype=np.uint16).tofile(path), or name a text {path.stem}.txt",
         )
-    ids = np.memmap(path, dtype=np.uint16, mode="r")
-    # Recognise common mistakes by the first ids: text, or ids of 32 bits.
-    first = np.asarray(ids[:4096])
-    if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # in ids, every other byte is small
-        raise DataError(
-            f"{path} seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}",
-            why="a .bin is read as 16-bit ids, as nanoGPT writes them",
-            fix=f"name it {path.stem}.txt",
-        )
-    if len(first) > 64 and not first[1::2].any() and first[::2].any():
-        raise DataError(
-            f"{path} seems to hold 32-bit ids: every second 16-bit one is 0",
-            why="headerless files are read as 16-bit ids, as nanoGPT writes them",
-            fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
-        )
-    return ids
+    return np.memmap(path, dtype=np.uint16, mode="r")
 
 
 def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> np.ndarray[Any, Any]:
@@ -251,7 +224,6 @@ class _PlainValues(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds an object ({module}.{name}); only plain values are read")
 
 
-ENDING, TOKENS = ".tokens", "token cache"
 TOKENISED_AT_ONCE = 2**22
 """Number of characters."""
 CUT = re.compile(r"\S\n(?=\S)")
@@ -260,32 +232,30 @@ CUT = re.compile(r"\S\n(?=\S)")
 
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
     """Return the ids of both splits from the cache at `path`; write it first if necessary."""
-    wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _hash_text(identify(tokenizer)), "cut": texts.cut}
-    with take_turn(path):
-        if not path.exists() or _open_cache(path, verify_bytes=0).index["made_from"] != wanted:
-            _write_cache(texts, tokenizer, path, wanted)
-    return _map_tokens(_open_cache(path))
+    settings = {"tokenizer": identify(tokenizer), "cut": texts.cut}
+    made_from = fingerprint_files(texts.root, (texts.train, texts.val), settings)
+    file, _ = open_or_write(path, "token cache", made_from, lambda writer: _write_tokens(texts, tokenizer, writer))
+    kind, (num_train, num_val) = np.dtype(file.index["dtype"]), file.index["counts"]
+    train = file.map(kind, (num_train,))
+    val = file.map(kind, (num_val,), start=num_train * kind.itemsize)
+    return Tokens([train], paths=(path,)), Tokens([val], paths=(path,))
 
 
 def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
     """Return the default path of the cache: a hidden file next to the texts."""
     folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
-    return folder / f".{name}-{_hash_text(identify(tokenizer))[:8]}{ENDING}"
+    return folder / f".{name}-{hashlib.sha256(identify(tokenizer).encode()).hexdigest()[:8]}.tokens"
 
 
-def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
-    """Tokenise texts and write the cache."""
+def _write_tokens(texts: TextFiles, tokenizer: Tokenizer, file: CacheWriter) -> None:
     kind, ends = _choose_dtype(tokenizer), [0]
-    with explain_full_disk(path, "the token cache"):
-        path.parent.mkdir(parents=True, exist_ok=True)
     # An estimate for most texts, at four bytes of text per token. Running out of space later is still an error.
-    num_bytes = sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4
-    with write_cache(path, TOKENS, num_bytes) as file:
-        for part in ("train", "val"):
-            for ids in _encode(texts, tokenizer, part):
-                file.write(ids.astype(kind).tobytes())
-            ends.append(file.num_bytes // kind.itemsize)
-        file.index = {"dtype": kind.name, "counts": [ends[1], ends[2] - ends[1]], "made_from": made_from}
+    file.require_space(sum(path.stat().st_size for path in texts.all) * kind.itemsize // 4)
+    for part in ("train", "val"):
+        for ids in _encode(texts, tokenizer, part):
+            file.write(ids.astype(kind).tobytes())
+        ends.append(file.num_bytes // kind.itemsize)
+    file.index = {"dtype": kind.name, "counts": [ends[1], ends[2] - ends[1]]}
 
 
 def tokenise(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
@@ -318,27 +288,3 @@ def _split_text(text: str) -> Iterator[str]:
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]
-
-
-def _open_cache(path: Path, *, verify_bytes: int = VERIFIED_BYTES) -> CacheFile:
-    # Do not suggest removing a file that has neither our header nor our extension: it may be valuable.
-    is_ours = is_cache(path, TOKENS) or path.suffix == ENDING
-    fix = "remove it: it is rebuilt" if is_ours else "choose a new file: data.cache_file=FILE"
-    return open_cache(path, TOKENS, fix, verify_bytes=verify_bytes)
-
-
-def _map_tokens(file: CacheFile) -> tuple[Tokens, Tokens]:
-    """Memory-map the ids of both splits."""
-    kind, (num_train, num_val) = np.dtype(file.index["dtype"]), file.index["counts"]
-    train = file.map(kind, (num_train,))
-    val = file.map(kind, (num_val,), start=num_train * kind.itemsize)
-    return Tokens([train], paths=(file.path,)), Tokens([val], paths=(file.path,))
-
-
-def _fingerprint_texts(texts: TextFiles) -> str:
-    entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in texts.all]
-    return _hash_text(repr((len(texts.train), entries)))
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

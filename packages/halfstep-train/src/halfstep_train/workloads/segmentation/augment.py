@@ -9,7 +9,6 @@ TF32 would round positions to half a pixel.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,35 +16,14 @@ from torch.nn import functional as F
 
 from halfstep.prefetching import send_to_device
 from halfstep_train.data.seeds import BatchDraws
+from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
 from halfstep_train.workloads.segmentation.masks import IGNORED
 
 ELASTIC_KNOTS = 6
 """Control points per side of the elastic displacement, which is bicubic in between."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Augmentation:
-    """Strength of the training augmentation; 0 disables a change."""
-
-    flip: float = 0.0
-    """Probability of a horizontal flip, and of a vertical flip."""
-    rotate_degrees: float = 0.0
-    scale: float = 0.0
-    """Largest relative change of size, in both directions."""
-    crop: float = 0.0
-    """Largest share of each side that a random crop removes; the rest is enlarged to the full size."""
-    brightness: float = 0.0
-    """Largest relative change of brightness and of contrast."""
-    elastic_pixels: float = 0.0
-    """Largest elastic displacement, in pixels."""
-
-    @property
-    def moves_pixels(self) -> bool:
-        """True if any change is geometric."""
-        return any((self.flip, self.rotate_degrees, self.scale, self.crop, self.elastic_pixels))
-
-
-def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def augment(image: Tensor, mask: Tensor, spec: UNetAugmentConfig, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Augment images (N, C, H, W) in 0..1 and class maps (N, H, W) together; pixels from outside become IGNORED."""
     num, _, height, width = image.shape
     drawn = BatchDraws(key, num)
@@ -53,7 +31,7 @@ def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, 
     draws = drawn.uniform(9)
     knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
     numbers = draws.T.contiguous()
-    if spec.moves_pixels:
+    if spec.flip or spec.rotate_degrees or spec.scale or spec.crop or spec.elastic_pixels:
         grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
         if spec.elastic_pixels:
             limits = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
@@ -68,7 +46,7 @@ def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, 
     return image, mask
 
 
-def _draw_affine(numbers: Tensor, spec: Augmentation) -> Tensor:
+def _draw_affine(numbers: Tensor, spec: UNetAugmentConfig) -> Tensor:
     """Return matrices (N, 2, 3) that map output positions in -1..1 to input positions."""
     flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
     angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)

@@ -15,23 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError, format_count
-from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.files import BadFiles, list_some
 from halfstep_train.data.images import USUAL, choose_scale, describe_outliers
-from halfstep_train.data.layouts import PairLayout
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Loss, Workload
-from halfstep_train.workloads.segmentation.augment import Augmentation, augment
+from halfstep_train.workloads.segmentation.augment import augment
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.data import (
     FoundPairs,
     ImageFormat,
     Scan,
     SegmentationData,
-    Split,
     collect_values,
     find_pairs,
     scan_pairs,
@@ -52,7 +49,7 @@ SHOWN_VALUES = 8
 def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes classes and image format."""
     bad_files = BadFiles(config.data.on_bad_file)
-    found = find_data(config, bad_files)
+    found = find_pairs(config.data, bad_files)
     scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
     usable = set(scan.pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
@@ -79,12 +76,11 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     model = build_model(config, store)
     if is_new and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights)
-    augmentation = fill_from_settings(Augmentation, config.data.augment)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         pixels, mask = to_unit_range(batch["image"]), batch["mask"]
         if training:
-            pixels, mask = augment(pixels, mask, augmentation, key=key)
+            pixels, mask = augment(pixels, mask, config.data.augment, key=key)
         return batch | {"image": pixels, "mask": mask}
 
     return Workload(
@@ -216,7 +212,7 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
     found, classes = len(table.values), config.model.classes
     if found < 2:
         raise DataError(
-            f"every mask holds only the value {table.values[0]}",
+            f"every mask holds only the value {list_some(table.values) or table.ignored}",
             why="segmentation needs at least two classes",
             fix="check the masks; a value to ignore is model.ignore_index",
         )
@@ -270,10 +266,8 @@ def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
     return UNet(
         in_channels=store["channels"],
         num_classes=store["num_classes"],
-        base_channels=config.model.base_channels,
-        depth=depth,
-        bilinear=config.model.bilinear,
         checkpointing=config.train.activation_checkpointing,
+        **config.model.model_dump(include={"base_channels", "depth", "bilinear"}),
     )
 
 
@@ -281,18 +275,6 @@ def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
 
 MANY_VALUES = 64
 """More classes than common data sets have (Cityscapes 34, VOC 22): more values are probably blurred edges."""
-
-
-def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
-    """Find and split the pairs at `data.dir`."""
-    data = config.data
-    layout = fill_from_settings(PairLayout, data)
-    split = Split(
-        val_fraction=data.val_fraction,
-        train_list=Path(data.train_list) if data.train_list else None,
-        val_list=Path(data.val_list) if data.val_list else None,
-    )
-    return find_pairs(data.dir, layout=layout, split=split, bad_files=bad_files)
 
 
 def find_ignored_value(

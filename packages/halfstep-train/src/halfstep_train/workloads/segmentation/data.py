@@ -6,8 +6,8 @@ index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError, make_printable, suggest_nearest
+from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.files import (
     VALIDATION_NAMES,
     BadFiles,
-    Item,
-    Result,
     list_images,
     list_some,
     make_natural_key,
     require_folder,
-    run_in_threads,
     split_off,
 )
 from halfstep_train.data.images import (
@@ -38,6 +36,7 @@ from halfstep_train.data.images import (
 )
 from halfstep_train.data.layouts import ID, Layout, NamePattern, PairLayout, PairNames, find_layout
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
+from halfstep_train.workloads.segmentation.config import UNetDataConfig
 from halfstep_train.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
@@ -60,16 +59,6 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """How to split pairs if the folder has no split: by lists of ids, or at random by a fraction."""
-
-    val_fraction: float = 0.1
-    seed: int = 0
-    train_list: Path | None = None
-    val_list: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FoundPairs:
     """The pairs of a data folder, and facts that follow from its layout."""
 
@@ -82,23 +71,23 @@ class FoundPairs:
     has_background: bool = True
 
 
-def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
-    """Find the training and validation pairs of a data folder."""
-    root = require_folder(root)
-    folder, found = find_layout(root, layout)
+def find_pairs(data: UNetDataConfig, bad_files: BadFiles) -> FoundPairs:
+    """Find the training and validation pairs at `data.dir`."""
+    root = require_folder(data.dir)
+    folder, found = find_layout(root, fill_from_settings(PairLayout, data))
     parts = [names for names in (found.train, found.val) if names]
     pairs = [_match_pairs(folder, names, bad_files, some_without_masks=found.some_without_masks) for names in parts]
     for path in _find_unpaired_masks(folder, parts, pairs):
         bad_files.report(_make_unpaired_error(path, f"an image {found.train.images}"))
-    where, has_lists = _describe_location(root, folder, found), split.train_list or split.val_list
+    where, has_lists = _describe_location(root, folder, found), data.train_list or data.val_list
     if found.lists and not has_lists:
-        lists = [folder / name for name in found.lists]
-        split = replace(split, train_list=lists[0], val_list=lists[1])
+        lists = [str(folder / name) for name in found.lists]
+        data = data.model_copy(update={"train_list": lists[0], "val_list": lists[1]})
         where += f"; split by {found.lists[0]} and {found.lists[1]}"
     elif found.val is None and not has_lists:
         where += _note_unused_list(folder)
     if found.val is None or has_lists:
-        train, val = split_pairs([pair for part in pairs for pair in part], split)
+        train, val = split_pairs([pair for part in pairs for pair in part], data)
     else:
         train, val = pairs
         where += f"; validation: {found.val}"
@@ -155,11 +144,11 @@ def _find_unpaired_masks(root: Path, parts: Sequence[PairNames], pairs: Sequence
     return sorted(path for path, used in is_used.items() if not used and path not in images)
 
 
-def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """Split by lists if given, otherwise at random; the same pairs and seed give the same split."""
-    if split.train_list or split.val_list:
-        return _split_by_lists(pairs, split)
-    if split.val_fraction <= 0:
+def split_pairs(pairs: Sequence[Pair], data: UNetDataConfig) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Split by lists if given, otherwise at random; the same pairs give the same split."""
+    if data.train_list or data.val_list:
+        return _split_by_lists(pairs, data)
+    if data.val_fraction <= 0:
         return tuple(pairs), ()
     if len(pairs) < 2:
         raise DataError(
@@ -167,17 +156,17 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
             why="validating on training images would measure nothing",
             fix="add images, or train without validation: data.val_fraction=0",
         )
-    train, val = split_off(pairs, split.val_fraction, split.seed)
+    train, val = split_off(pairs, data.val_fraction, seed=0)
     return tuple(train), tuple(val)
 
 
-def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+def _split_by_lists(pairs: Sequence[Pair], data: UNetDataConfig) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
     """Split by one or both lists; without one of them, the other images form that split."""
-    val = _read_list(pairs, split.val_list)
-    train = _read_list(pairs, split.train_list)
-    if split.val_list is None:
+    val = _read_list(pairs, data.val_list)
+    train = _read_list(pairs, data.train_list)
+    if data.val_list is None:
         val = tuple(pair for pair in pairs if pair not in train)
-    if split.train_list is None:
+    if data.train_list is None:
         train = tuple(pair for pair in pairs if pair not in val)
     both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=make_natural_key)
     if both:
@@ -187,10 +176,11 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
     return train, val
 
 
-def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+def _read_list(pairs: Sequence[Pair], file: str | None) -> tuple[Pair, ...]:
     """Return the pairs that a text file lists, by file name or id."""
-    if path is None:
+    if file is None:
         return ()
+    path = Path(file)
     if not path.is_file():
         raise DataError(f"no list of ids at {path}", fix="give a text file with one id per line")
     by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}
@@ -316,24 +306,23 @@ class Scan:
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
-    found = [(pair, facts) for pair, facts in _run_for_each(inspect, pairs, bad_files) if facts is not None]
+    found = bad_files.try_each(inspect, pairs)
     if not found:
         raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
-    ranges = _run_for_each(measure_raw_range, raw_images, bad_files)
     return Scan(
         pairs=tuple(pair for pair, _ in found),
         sizes=tuple(facts.size for _, facts in found),
         channels=max(facts.channels for _, facts in found),
         is_float=any(facts.kind != "uint8" for _, facts in found),
-        raw={path: limits for path, limits in ranges if limits is not None},
+        raw=dict(bad_files.try_each(measure_raw_range, raw_images)),
     )
 
 
 def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
     """Return all values that occur in the masks, which are all decoded; the run stores the result."""
-    found = _run_for_each(read_values, [pair.mask for pair in pairs], bad_files)
-    return {value for _, values in found for value in values or ()}
+    found = bad_files.try_each(read_values, [pair.mask for pair in pairs])
+    return {value for _, values in found for value in values}
 
 
 def _inspect(pair: Pair) -> ImageFacts:
@@ -354,18 +343,6 @@ def _inspect_fully(pair: Pair) -> ImageFacts:
     read_image(pair.image, channels=facts.channels, raw_scale=1.0)
     read_values(pair.mask)
     return facts
-
-
-def _run_for_each(
-    work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
-) -> list[tuple[Item, Result | None]]:
-    """Run `work` on every item in threads; report errors in the order of the items."""
-    results: list[tuple[Item, Result | None]] = []
-    for item, outcome in zip(items, run_in_threads(work, items), strict=True):
-        if isinstance(outcome, DataError):
-            bad_files.report(outcome)
-        results.append((item, None if isinstance(outcome, DataError) else outcome))
-    return results
 
 
 def _format_size(size: tuple[int, int]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.files import Array, BadFiles, list_some
 from halfstep_train.data.images import read_image
 from halfstep_train.data.layouts import PairLayout, has_folders
-from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
 from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.segmentation.build import SHOWN_VALUES
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.data import SegmentationData, collect_values
 from halfstep_train.workloads.segmentation.masks import make_table, read_mask, to_colour
@@ -25,8 +26,6 @@ from halfstep_train.workloads.segmentation.pictures import SheetRow, draw_contac
 from halfstep_train.workloads.segmentation.predict import WholeImages
 from halfstep_train.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
 
-SHOWN_VALUES = 8
-"""Mask values in a message."""
 SHOWN_EACH = 3
 """Number of worst, of median and of best images on the sheet, which then fits on a page."""
 
@@ -34,7 +33,7 @@ SHOWN_EACH = 3
 def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
     """Return settings for another folder without a split: `use_all_pairs` evaluates all its pairs."""
     values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
-    named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
+    named = (config.data.val_images, config.data.val_masks)
     if any(named) and not has_folders(folder, PairLayout().make_names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # they refer to the folder of the run
     return config.replace(data=values)
@@ -69,13 +68,14 @@ def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, li
     return mapped, [f"these masks hold {theirs}, those of the run {ours}: treated as the same classes, in this order"]
 
 
-class SegmentationEvaluation:
+class SegmentationEvaluation(PlainEvaluation):
     """Evaluation of a U-Net, at the training size or (--full-size) at the original size of each image."""
 
     ranking = "IoU"
-    drop_training_settings = staticmethod(PlainEvaluation.drop_training_settings)
     change_data_folder = staticmethod(use_pairs_folder)
     use_all_samples = staticmethod(use_all_pairs)
+
+    metrics: SegmentationDetails
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -84,15 +84,12 @@ class SegmentationEvaluation:
         assert isinstance(counted, SegmentationMetrics)
         self.background = counted.background
         self.metrics = SegmentationDetails(counted.num_classes, counted.background)
-        self._at_full_size: FullSize | None = None
-
-    @property
-    def scored_at(self) -> str:
-        """Return the size at which masks are compared."""
-        if self._at_full_size is not None:
-            return "the original size of each image, as predict writes masks"
-        side = self.workload.store["image_size"]
-        return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
+        side = workload.store["image_size"]
+        self.scored_at = (
+            f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
+        )
+        self._segment: Callable[[Path], Array] | None = None
+        """Returns the class map of an image at its original size; None unless --full-size is set."""
 
     def score_with_options(
         self,
@@ -111,34 +108,34 @@ class SegmentationEvaluation:
                 why="images of different sizes are evaluated one at a time",
                 fix="leave one of them out",
             )
-        with phase("Evaluating", len(self.workload.val_samples)) as bar:
-            return self._score_full_size(config, trained, bar)
-
-    def _score_full_size(self, config: UNetConfig, trained: TrainedModel, bar: Bar) -> dict[str, float]:
-        assert isinstance(self.workload.val_samples, SegmentationData)
+        self.scored_at = "the original size of each image, as predict writes masks"
         images = WholeImages(trained, store=self.workload.store, depth=config.model.depth)
-        self._at_full_size = FullSize(self.workload.val_samples, images, bar)
-        for index in range(len(self.workload.val_samples)):
-            truth, prediction = self._at_full_size.load_maps(index)
-            self.metrics.add_image(torch.from_numpy(prediction), torch.from_numpy(truth), index)
-            bar.advance()
+        with phase("Evaluating", len(self.workload.val_samples)) as bar:
+            self._segment = partial(images.segment, bar=bar)
+            for index in range(len(self.workload.val_samples)):
+                truth, prediction = self._load_maps(index)
+                self.metrics.add_image(torch.from_numpy(prediction), torch.from_numpy(truth), index)
+                bar.advance()
         return self.metrics.compute()
+
+    def _load_maps(self, index: int) -> tuple[Array, Array]:
+        """Return truth and prediction of an image at its original size. Files are read and predicted each time: all
+        maps together may not fit in memory."""
+        samples = self.workload.val_samples
+        assert isinstance(samples, SegmentationData)
+        assert self._segment is not None
+        pair = samples.pairs[index]
+        return samples.table.to_classes(read_mask(pair.mask), pair.mask), self._segment(pair.image)
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
         """Return the scores of each class; None for a class that is absent from truth and prediction."""
-        found = self.metrics.count_by_class()
-        total = sum(pixels.true for pixels in found)
         return tuple(
             {
                 "class": f"{number}" + (" (background)" if number == self.background else ""),
                 "mask value": str(self.values[number]),
-                "IoU": pixels.iou,
-                "Dice": pixels.dice,
-                "precision": pixels.precision,
-                "recall": pixels.recall,
-                "share of pixels": pixels.true / total if total else None,
+                **scores,
             }
-            for number, pixels in enumerate(found)
+            for number, scores in enumerate(self.metrics.score_classes())
         )
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
@@ -149,11 +146,13 @@ class SegmentationEvaluation:
         return [path]
 
     def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> SheetRow:
-        names = self.workload.val_names
+        names, samples = self.workload.val_names, self.workload.val_samples
         name = f"{kind}: {names[index] if names else index}, IoU {score:.3f}"
-        if self._at_full_size is not None:
-            truth, prediction = self._at_full_size.load_maps(index)
-            return SheetRow(name=name, image=self._at_full_size.load_image(index), truth=truth, prediction=prediction)
+        if self._segment is not None and isinstance(samples, SegmentationData):
+            truth, prediction = self._load_maps(index)
+            form = samples.image
+            image = read_image(samples.pairs[index].image, channels=form.channels, raw_scale=form.raw_scale)
+            return SheetRow(name=name, image=image, truth=truth, prediction=prediction)
         batch, logits = look(index)
         return SheetRow(
             name=name,
@@ -161,22 +160,3 @@ class SegmentationEvaluation:
             truth=batch["mask"][0].cpu().numpy(),
             prediction=predict_classes(logits)[0].cpu().numpy(),
         )
-
-
-class FullSize:
-    """Truth and prediction of validation images at their original size."""
-
-    def __init__(self, samples: SegmentationData, images: WholeImages, bar: Bar) -> None:
-        self._samples, self._images, self._bar = samples, images, bar
-
-    def load_maps(self, index: int) -> tuple[Array, Array]:
-        """Return truth and prediction. Files are read and predicted each time: all maps together may not fit in
-        memory."""
-        pair = self._samples.pairs[index]
-        truth = self._samples.table.to_classes(read_mask(pair.mask), pair.mask)
-        return truth, self._images.segment(pair.image, self._bar)
-
-    def load_image(self, index: int) -> Array:
-        form = self._samples.image
-        pixels = read_image(self._samples.pairs[index].image, channels=form.channels, raw_scale=form.raw_scale)
-        return pixels if pixels.shape[-1] != 2 else pixels[..., :1]

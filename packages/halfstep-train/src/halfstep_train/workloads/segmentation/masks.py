@@ -28,13 +28,6 @@ class MaskTable:
     values: tuple[MaskValue, ...]
     ignored: MaskValue | None = None
 
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.values) < IGNORED or len(set(self.values)) < len(self.values):
-            raise DataError(
-                f"a mask table with {len(self.values)} values: {list_some(self.values)}",
-                why=f"1 to {IGNORED - 1} different values can be classes",
-            )
-
     @property
     def is_colour(self) -> bool:
         """True if any class is an RGB colour."""
@@ -72,10 +65,8 @@ class MaskTable:
 
 def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
     """Make a table from plain lists, as in JSON or a config."""
-    return MaskTable(
-        values=tuple(_parse_value(value) for value in values),
-        ignored=None if ignored is None else _parse_value(ignored),
-    )
+    parsed = [tuple(value) if isinstance(value, list) else value for value in (*values, ignored)]
+    return MaskTable(values=tuple(parsed[:-1]), ignored=parsed[-1])
 
 
 def list_mask_files(path: Path) -> list[Path]:
@@ -84,17 +75,8 @@ def list_mask_files(path: Path) -> list[Path]:
 
 
 def read_mask_facts(path: Path) -> ImageFacts:
-    """Return size and kind of a mask; the files of a folder must have the same size."""
-    files = list_mask_files(path)
-    facts = [read_image_facts(file) for file in files]
-    odd = next((file for file, one in zip(files, facts, strict=True) if one.size != facts[0].size), None)
-    if odd is not None:
-        raise DataError(
-            f"{odd} and {files[0].name} differ in size",
-            why="the files of one folder are one mask",
-            fix="export them at one size, or leave such pairs out: data.on_bad_file=skip",
-        )
-    return facts[0]
+    """Return size and kind of a mask; the files of a folder have one size."""
+    return read_image_facts(list_mask_files(path)[0])
 
 
 def read_mask(path: Path) -> Array:
@@ -190,10 +172,3 @@ def _encode_value(value: MaskValue, *, colour: bool) -> int:
 
 def _decode_value(code: int, *, colour: bool) -> MaskValue:
     return (code >> 16 & 255, code >> 8 & 255, code & 255) if colour else code
-
-
-def _parse_value(value: Any) -> MaskValue:
-    if isinstance(value, (list, tuple)):
-        red, green, blue = (int(part) for part in value)
-        return red, green, blue
-    return int(value)

@@ -108,7 +108,7 @@ def _make_class_legends(rows: Sequence[SheetRow], names: Sequence[str], backgrou
 
 def _to_rgb(image: Array) -> Array:
     pixels: Array = image if image.dtype == np.uint8 else (image.clip(0, 1) * 255).round().astype(np.uint8)
-    return pixels.repeat(3, axis=-1) if pixels.shape[-1] == 1 else pixels[..., :3]
+    return pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., :1].repeat(3, axis=-1)
 
 
 def _write_legend(draw: ImageDraw.ImageDraw, font: Any, top: int, legend: Legend) -> None:

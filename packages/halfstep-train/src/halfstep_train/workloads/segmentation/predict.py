@@ -10,6 +10,7 @@ upsampling depends on the size of the tile, so the results are only close.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,8 +66,7 @@ class MaskPredictor:
         mask = save_picture(mask_image, out / "masks" / f"{name}{MASK_SUFFIX}.png")
         with allow_any_size():
             image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
-        shown = image if image.shape[-1] != 2 else image[..., :1]
-        overlay = draw_overlay(shown, classes, background=find_background(self.config, self.table))
+        overlay = draw_overlay(image, classes, background=find_background(self.config, self.table))
         picture = save_picture(overlay, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
         return Answer(
@@ -90,8 +90,13 @@ Span = tuple[int, int]
 ReportTile = Callable[[int, int], None]
 """(tiles done, total), called before each tile."""
 
+TILE = 1024
+"""Usual side of a tile in pixels; takes a few GB at full model width."""
 RESAMPLED_AT_ONCE = 1 << 24
 """Logits resampled at a time: 64 MiB."""
+MAX_PIXELS = 1_000_000_000
+"""Limit of pixels per image. Large scans and satellite images have about 10^8. Pillow needs 4 bytes per RGB pixel: 4 GB
+at this limit."""
 
 
 def predict_file(
@@ -101,12 +106,17 @@ def predict_file(
     store: Mapping[str, Any],
     depth: int,
     device: torch.device,
-    tile: int = 1024,
+    tile: int = TILE,
     report: ReportTile = lambda done, total: None,
 ) -> Array:
     """Return the class map (uint8) of an image file at its original size, computed at the scale of training."""
     original = read_image_facts(path).size
-    _refuse_huge(path, original)
+    if math.prod(original) > MAX_PIXELS:
+        raise DataError(
+            f"{path} has {original[1]:,}×{original[0]:,} = {math.prod(original):,} pixels, and the limit is "
+            f"{MAX_PIXELS:,}: cut it into smaller images",
+            why="decoding it could use up the memory of the machine",
+        )
     height, width = (
         max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
     )
@@ -121,7 +131,7 @@ def predict_image(
     image: Tensor,
     *,
     depth: int,
-    tile: int = 1024,
+    tile: int = TILE,
     size: tuple[int, int] | None = None,
     report: ReportTile = lambda done, total: None,
 ) -> Tensor:
@@ -198,12 +208,6 @@ def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span
         yield (max(0, start - margin), min(length, end + margin)), (start, end)
 
 
-# --- files ---
-
-TILE = 1024
-"""Usual side of a tile in pixels; takes a few GB at full model width."""
-
-
 class WholeImages:
     """Segments image files with a trained U-Net; halves the tiles if the device runs out of memory."""
 
@@ -239,22 +243,6 @@ class WholeImages:
 def choose_tile(depth: int) -> int:
     """Return `TILE`, or a larger size for very deep models: eight cells of the deepest level between the margins."""
     return max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
-
-
-MAX_PIXELS = 1_000_000_000
-"""Limit of pixels per image. Large scans and satellite images have about 10^8. Pillow needs 4 bytes per RGB pixel: 4 GB
-at this limit."""
-
-
-def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
-    """Raise DataError for images of more than MAX_PIXELS."""
-    height, width = size
-    if height * width > MAX_PIXELS:
-        raise DataError(
-            f"{path} has {width:,}×{height:,} = {width * height:,} pixels, and the limit is {MAX_PIXELS:,}: "
-            "cut it into smaller images",
-            why="decoding it could use up the memory of the machine",
-        )
 
 
 @contextmanager

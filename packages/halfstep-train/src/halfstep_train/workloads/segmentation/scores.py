@@ -8,7 +8,6 @@ branches that depend on data.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -143,31 +142,6 @@ def _average(values: list[float]) -> float:
 # --- details of evaluation ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClassPixels:
-    """Numbers of pixels of one class over a data set; ratios with a denominator of 0 are None."""
-
-    hit: int
-    predicted: int
-    true: int
-
-    @property
-    def iou(self) -> float | None:
-        return _divide(self.hit, self.predicted + self.true - self.hit)
-
-    @property
-    def dice(self) -> float | None:
-        return _divide(2 * self.hit, self.predicted + self.true)
-
-    @property
-    def precision(self) -> float | None:
-        return _divide(self.hit, self.predicted)
-
-    @property
-    def recall(self) -> float | None:
-        return _divide(self.hit, self.true)
-
-
 class SegmentationDetails(SegmentationMetrics):
     """Validation metrics that also keep the scores of each class and each image."""
 
@@ -186,10 +160,20 @@ class SegmentationDetails(SegmentationMetrics):
         self.add(counts=counts.sum(1))
         self._scored.append(torch.stack([indices.double(), compute_image_iou(counts, self.background)]))
 
-    def count_by_class(self) -> list[ClassPixels]:
-        """Return the pixels of each class; waits for the device."""
+    def score_classes(self) -> list[dict[str, float | None]]:
+        """Return the scores of each class, None for ratios with a denominator of 0; waits for the device."""
         rows = self.sums["counts"].T.tolist() if self.sums else []
-        return [ClassPixels(hit=hit, predicted=predicted, true=true) for hit, predicted, true in rows]
+        total = sum(true for _, _, true in rows)
+        return [
+            {
+                "IoU": _divide(hit, predicted + true - hit),
+                "Dice": _divide(2 * hit, predicted + true),
+                "precision": _divide(hit, predicted),
+                "recall": _divide(hit, true),
+                "share of pixels": _divide(true, total),
+            }
+            for hit, predicted, true in rows
+        ]
 
     def rank_images(self) -> list[tuple[int, float]]:
         """Return (index, IoU) of each image, worst first; waits for the device."""

@@ -129,11 +129,11 @@ class UNet(Recomputing):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if min(in_channels, num_classes, base_channels, depth) < 1 or (bilinear and base_channels % 2):
+        if bilinear and base_channels % 2:
             raise ModelError(
-                f"U-Net with {in_channels} input channels, {num_classes} classes, width {base_channels}, depth {depth}",
-                why="each must be at least 1, and the width even with bilinear upsampling, which halves it",
-                fix="the published U-Net has base_channels=64 and depth=4",
+                f"model.base_channels={base_channels} with model.bilinear=true",
+                why="bilinear upsampling halves the channels, so their number must be even",
+                fix="the published U-Net has base_channels=64",
             )
         self.depth = depth
         self.recompute = "blocks" if checkpointing else "none"
@@ -149,13 +149,6 @@ class UNet(Recomputing):
         self.outc = OutConv(widths[0], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        height, width = x.shape[-2:]
-        if min(height, width) < 2**self.depth:
-            raise ModelError(
-                f"image of {height}×{width} pixels is too small for a U-Net of depth {self.depth}",
-                why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
-                fix="use a larger image_size, or a smaller model.depth",
-            )
         is_chain = (
             keeps_every_product(self.recompute) and not x.requires_grad and can_chain(x, is_training=self.training)
         )
