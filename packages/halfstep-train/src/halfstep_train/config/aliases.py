@@ -144,6 +144,7 @@ HABITS: dict[str, str] = {
     "accelerator": "--device cpu, cuda or mps",
     "strategy": "leave it out: --gpus N starts one rank per GPU",
     "per_device_train_batch_size": "per_device_train_batch_size=N without dashes, or --batch-size N for all GPUs",
+    "batch_size_per_gpu": "batch_size_per_gpu=N without dashes, or --batch-size N for all GPUs",
     "per_device_eval_batch_size": "per_device_eval_batch_size=N without dashes, or train.val_batch_size=N for all GPUs",
     "warmup_ratio": "schedule.warmup_epochs=E (fractions allowed) or schedule.warmup_steps=N",
     "optim": "optimizer.name=adamw, and optimizer.moment_bits=8 for 8-bit AdamW",
