@@ -133,6 +133,7 @@ HABITS: dict[str, str] = {
     "tensorboard": TRACKERS_INSTEAD,
     "no_tensorboard": "leave it out: without --track no tracker is used",
     "logger": "--track tensorboard, wandb or mlflow; metrics.jsonl is always written",
+    "config": "name the file first: halfstep train FILE",
     "output_dir": "--out DIR is the run's folder, --log-dir DIR its parent",
     "default_root_dir": "--log-dir DIR is the parent of the run's folder",
     "no_sub_logdirs": "--out DIR is the run's folder itself",
