@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from halfstep_check.dialects.own import PRESETS
 from halfstep_train.cli.main import main
+from halfstep_train.workloads import KINDS
 from whole_runs import learning_rates, run
 
 
@@ -43,6 +45,13 @@ def test_a_batch_size_per_gpu_is_multiplied_by_the_ranks(
     assert own["settings"]["train.batch_size"]["value"] == 16, "batch_size counts all ranks"
 
 
+@pytest.mark.parametrize("word", ["BATCH_SIZE_PER_GPU=4", "train.per_device_train_batch_size=4"])
+def test_a_misspelled_batch_size_per_gpu_leads_to_one_per_gpu(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"did you mean {word.lower().removeprefix('train.').removesuffix('=4')}" in fail(
+        capsys, "train", "unet", word
+    )
+
+
 def test_the_guides_configs_come_with_halfstep(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +76,16 @@ def test_a_file_that_exists_is_read_and_no_other(
 def test_ranks_that_gpus_starts_are_counted_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = show(capsys, "unet", "--gpus", "8", "globals.BATCH_SIZE_PER_GPU=4")
     assert found["settings"]["train.batch_size"]["value"] == 32
+
+
+def test_a_resumed_run_keeps_its_total_whichever_way_it_is_given_per_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tmp_path / "run", {"train.max_steps": 1, "train.batch_size": 4})
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--resume", str(folder), "--max-steps", "2", "globals.BATCH_SIZE_PER_GPU=2", "--quiet"])
+    assert not stopped.value.code
+    assert "train.batch_size stays 4, although globals.BATCH_SIZE_PER_GPU=2 is 2" in "".join(capsys.readouterr())
 
 
 # --- guide 4: two files that must agree, and Accelerate's variables ---
@@ -137,6 +156,7 @@ def test_keys_of_the_launcher_are_refused_with_what_to_type(
         ("trainer:\n  amp: False\n  fp16: False\n", "A guide calls this pair a configuration conflict"),
         (TRAINER, "A guide calls such a pair aligned; it is not"),
         ("workload: unet\nuse_amp: false\n", "fp32 runs: halfstep runs its own config"),
+        ("workload: unet\npreset: stable\n", "fp32 runs: halfstep runs its own config"),
         ("workload: unet\ntrainer: {precision: 32-true}\n", "fp32 runs: halfstep runs its own config"),
         ("workload: unet\nuse_amp: true\namp_dtype: float16\n", "fp16 runs: halfstep runs its own config"),
     ],
@@ -148,6 +168,12 @@ def test_check_compares_the_two_files(
     ours.write_text(trainer)
     theirs.write_text(ACCELERATE)
     assert told in fail(capsys, "check", str(ours), str(theirs))
+
+
+def test_check_knows_the_precision_of_the_presets_of_all_workloads() -> None:
+    for name in KINDS:
+        presets = KINDS.of(name).get_schema(name).presets
+        assert {preset: presets[preset]["precision.default"] for preset in PRESETS} == PRESETS
 
 
 def test_check_finds_that_two_halfstep_spellings_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

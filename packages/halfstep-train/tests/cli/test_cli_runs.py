@@ -66,6 +66,17 @@ def test_each_run_shows_state_progress_time_left_and_best_metric_newest_first(
     assert (found[0]["left_s"], found[0]["best"]) == (4190.0, {"value": 0.7, "epoch": 1})
 
 
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("good", "pipe"):
+        write_run(tmp_path / name, is_over=True, age_s=0)
+    (tmp_path / "pipe" / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
+    code, out, err = run_command(capsys, "runs", str(tmp_path))
+    assert (code, "good" in out, "pipe" in out) == (0, True, False)
+    assert "pipe is left out: " in err
+    assert "is a named pipe, not a file" in err
+
+
 def test_a_folder_without_runs_or_no_folder_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

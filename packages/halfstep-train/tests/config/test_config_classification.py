@@ -27,7 +27,7 @@ def test_small_images_get_mild_crops_and_no_flips_unless_the_settings_are_given(
     def changes(size: int, *overrides: str) -> tuple[object, object]:
         config = load("resnet18", flags={"data_dir": "digits", "image_size": size}, overrides=overrides).config
         assert isinstance(config, ResNetConfig)
-        shown = describe_augmentation(config.data)
+        shown = describe_augmentation(config.data, None)
         assert bool(shown) == (size == 32 and not overrides), "one line says what was chosen"
         return config.data.augment.crop_area, config.data.augment.flip
 

@@ -17,6 +17,7 @@ from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.journal import COMPILING, Journal, Pace, Waiting
 from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.workloads import from_dict
+from whole_runs import run
 
 
 class HandClock:
@@ -141,6 +142,13 @@ def test_nan_is_never_called_the_best(tmp_path: Path, plan: Plan, capsys: pytest
     assert "accuracy nan" in shown.out
     assert "best" not in shown.out
     assert "no finite accuracy in 1 validations" in shown.out + shown.err
+
+
+def test_a_validation_whose_loss_is_nan_is_never_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", {"optimizer.lr": 1e30, "train.max_steps": 2, "log.quiet": False})
+    shown = [line for line in capsys.readouterr().out.splitlines() if "val:" in line]
+    assert shown
+    assert all("loss nan, accuracy 0." in line and "best" not in line for line in shown)
 
 
 def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(

@@ -9,6 +9,8 @@ from halfstep_check.shared.precision_names import PRECISIONS, normalise_precisio
 from halfstep_check.spellings import parse_dtype
 
 NAME = "halfstep"
+PRESETS = {"fast": "bf16", "quality": "bf16", "lowmem": "bf16", "stable": "fp32", "debug": "fp32"}
+"""Precision of the presets that every workload has."""
 
 
 def recognises(root: Node) -> bool:
@@ -52,7 +54,8 @@ def say_switches(draft: Draft) -> None:
     on = [("fp16" if is_bf16_off else "bf16", key) for key in switches]
     # `fp16: false` alone excludes mixed precision.
     excluded = [("fp32", key) for key, value in given.items() if value is False]
-    for precision, key in [*off, *formats, *on, *excluded][:1]:
+    preset = [(PRESETS[name], "preset") for name in PRESETS if draft.root.scalar_at("preset") == name]
+    for precision, key in [*off, *formats, *on, *excluded, *preset][:1]:
         draft.say_autocast(precision, key)
         draft.say("weights", "fp32", key)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.errors import CheckpointError, format_duration
+from halfstep.errors import CheckpointError, HalfstepError, format_duration
 from halfstep_train.cli.options import Json
 from halfstep_train.cli.top import collect_facts, explain_bad_records, find_state
 
@@ -36,7 +36,12 @@ def command(
     if not folder.is_dir() and folder != RUNS:
         raise CheckpointError(f"there is no folder {folder}", fix="name the folder that holds your runs")
     found = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
-    rows = [list_facts(file.parent) for file in found]
+    rows = []
+    for file in found:
+        try:
+            rows.append(list_facts(file.parent))
+        except HalfstepError as error:  # one damaged run must not hide the others
+            typer.echo(f"warning: {file.parent} is left out: {error.what}", err=True)
     if as_json:
         return typer.echo(json.dumps(replace_non_finite(rows), indent=2))
     if not rows:

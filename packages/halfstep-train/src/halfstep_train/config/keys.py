@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from halfstep.errors import ConfigError, suggest_nearest
-from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
+from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 from halfstep_train.config.section import NULLS, Plain, Section, convert_for_field
 from halfstep_train.config.statements import OPEN_SECTIONS, Statement, find_open_section
 
@@ -176,6 +176,7 @@ def is_empty(value: object) -> bool:
 def suggest_key(path: str, schema: type[Section]) -> str:
     """Suggest the most similar settings, by full path or by last name, each with its full path."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
+    names |= dict(zip(PER_RANK_KEYS, PER_RANK_KEYS, strict=True))
     names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in list_fields(schema)}
     names |= {key: key for key in list_fields(schema)}
     scores: dict[str, float] = {}

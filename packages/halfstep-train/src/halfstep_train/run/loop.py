@@ -6,6 +6,7 @@ Everything that decides what the next step does is stored in a checkpoint, so th
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -365,7 +366,8 @@ class Loop:
         except StopRequested:
             self._stop(self.save())  # leaving the context has restored the model's weights
         self.validated_at = parts.step.attempted
-        value = found[parts.workload.metric]
+        # With NaN outputs the scores mean nothing: an accuracy is then that of the first class.
+        value = math.nan if math.isnan(found.get("loss", 0.0)) else found[parts.workload.metric]
         is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
         if parts.plateau is not None and in_turn:
             parts.plateau.observe(value)

@@ -22,7 +22,7 @@ FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
     "train.checkpoints_total_limit", "train.report_every", "train.validate_every", "train.sample_every",
     "train.auto_batch", "train.callbacks", "train.backend", "train.rank_timeout_s", "train.find_unused",
-    "data.num_workers", "data.dir", "log.",
+    "data.num_workers", "data.dir", "log.", "globals",
 )  # fmt: skip
 """Settings that may change: they affect only how long a run trains, where it runs, or what it reports.
 

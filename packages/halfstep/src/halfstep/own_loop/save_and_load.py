@@ -70,8 +70,8 @@ def save(
         raise CheckpointError(
             f"hs.save cannot store {error}",
             why="the file holds tensors and JSON, so that loading it never runs code",
-            fix="numbers, strings, tensors, and lists, tuples and dicts of them, also in the state_dict() of a model or "
-            "loader: float(x) of a NumPy number, x.state_dict() of an object",
+            fix="numbers, strings, tensors, and lists, tuples and dicts of them, also in the state_dict() of a model "
+            "or loader: float(x) of a NumPy number, x.state_dict() of an object",
         ) from error
 
 

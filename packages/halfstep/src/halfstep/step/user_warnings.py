@@ -7,11 +7,13 @@ import math
 import sys
 import warnings
 
+import torch
+
 from halfstep import our_code
 from halfstep.step.facts import Reading
 
-OURS = (*our_code.OURS, contextlib.__file__)
-"""Files whose lines a user cannot change; ours leave `with` blocks through contextlib's."""
+SKIPPED = (*our_code.OURS, contextlib.__file__, torch.utils._contextlib.__file__)
+"""Files whose lines a user cannot change: ours, contextlib's (our `with` blocks) and torch's (our `no_grad`)."""
 
 
 def warn_once(text: str, topic: str, *, stacklevel: int) -> None:
@@ -27,7 +29,7 @@ GIVEN: set[str] = set()
 
 def warn_user(text: str) -> None:
     level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(SKIPPED):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
 from halfstep_train.data.image_folder import check_same_classes
+from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.vit import ViT, build_vit, compute_grid, resize_positions
@@ -47,6 +48,12 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if store is None:
         store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
     check_same_classes(store["classes"], data.classes)
+    sides, settled = measure_sides(data.train) if is_new else None, {}
+    if sides is not None and (fitting := config.data.fit_augmentation(max(sides))) != config.data.augment:
+        settled["data.augment"] = fitting
+        config = config.replace(data={"augment": fitting})
+        assert isinstance(data.train, (TrainingFiles, TrainingImages))  # only these have sides
+        data.train.crop_area = fitting.crop_area
     model = build_model(config, store)
     if is_new:
         check_last_batch(model, config, len(data.train))
@@ -56,15 +63,14 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     prepare = PrepareImages(config.data)
     rows = data.about
     if is_new:
-        rows = (*rows, *describe_scaling(config, data.train), *describe_augmentation(config.data))
-    about = {"notes": data.notes, "val_names": data.val_names, "about": rows}
+        rows = (*rows, *describe_scaling(config, sides), *describe_augmentation(config.data, sides))
+    about = {"notes": data.notes, "val_names": data.val_names, "about": rows, "settled": settled}
     by_batch = ("Mixup and CutMix",) if config.data.augment.is_mixing else ()
     return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
 
 
-def describe_scaling(config: ClassifierConfig, train: Samples) -> tuple[tuple[str, str], ...]:
+def describe_scaling(config: ClassifierConfig, sides: tuple[int, int] | None) -> tuple[tuple[str, str], ...]:
     """Return the header's line about images that are smaller than what the model sees."""
-    sides = measure_sides(train)
     if sides is None or choose_side(sides) >= config.data.image_size:
         return ()
     width, height = sides
@@ -74,13 +80,15 @@ def describe_scaling(config: ClassifierConfig, train: Samples) -> tuple[tuple[st
     return (("image size", f"{size}: images of {width}×{height} pixels are scaled up; at their own size: {settings}"),)
 
 
-def describe_augmentation(data: ImageDataConfig) -> tuple[tuple[str, str], ...]:
+def describe_augmentation(data: ImageDataConfig, sides: tuple[int, int] | None) -> tuple[tuple[str, str], ...]:
     """Return the header's line about the augmentation of small images."""
     area, flip = data.augment.crop_area, data.augment.flip
-    if data.image_size > SMALL_SIDE or {"crop_area": area, "flip": flip} != SMALL_CHANGES:
+    is_small = data.image_size <= SMALL_SIDE or (sides is not None and max(sides) <= SMALL_SIDE)
+    if not is_small or {"crop_area": area, "flip": flip} != SMALL_CHANGES:
         return ()
-    text = f"crops of {area[0]:.0%} to {area[1]:.0%} of an image and no flips, because of data.image_size="
-    return (("augmentation", f"{text}{data.image_size} (data.augment.crop_area, data.augment.flip)"),)
+    why = f"data.image_size={data.image_size}" if data.image_size <= SMALL_SIDE else "the size of the images"
+    text = f"crops of {area[0]:.0%} to {area[1]:.0%} of an image and no flips, because of {why}"
+    return (("augmentation", f"{text} (data.augment.crop_area, data.augment.flip)"),)
 
 
 def make_workload(

@@ -245,11 +245,14 @@ class ImageDataConfig(DataConfig):
     @model_validator(mode="after")
     def choose_augmentation(self) -> Self:
         """Change small images less than ImageNet's, unless the settings are given."""
-        missing = SMALL_CHANGES.keys() - self.augment.model_fields_set
-        if self.image_size <= SMALL_SIDE and missing:
-            fitting = self.augment.model_copy(update={name: SMALL_CHANGES[name] for name in missing})
-            object.__setattr__(self, "augment", fitting)  # the model is frozen: a plain assignment would raise
+        # The model is frozen: a plain assignment would raise.
+        object.__setattr__(self, "augment", self.fit_augmentation(self.image_size))
         return self
+
+    def fit_augmentation(self, side: int) -> ImageAugmentConfig:
+        """Return the augmentation for images whose longer side has this many pixels; given settings stay."""
+        missing = SMALL_CHANGES.keys() - self.augment.model_fields_set if side <= SMALL_SIDE else set()
+        return self.augment.model_copy(update={name: SMALL_CHANGES[name] for name in missing})
 
     @property
     def is_packed(self) -> bool:
