@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
 from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.image_folder import check_same_classes
-from halfstep_train.data.image_samples import CropRange
+from halfstep_train.data.image_samples import CropRange, TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.vit import ViT, build_vit, compute_grid, resize_positions
@@ -53,6 +53,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if sides is not None and (fitting := config.data.fit_augmentation(max(sides))) != config.data.augment:
         settled["data.augment"] = fitting
         config = config.replace(data={"augment": fitting})
+        assert isinstance(data.train, (TrainingFiles, TrainingImages))  # only these have sides
         data.train.crops = CropRange(area=fitting.crop_area)
     model = build_model(config, store)
     if is_new:
