@@ -468,6 +468,12 @@ def test_a_clamp_behind_which_no_gradient_is_left_does_not_count(tmp_path: Path)
     assert "(no gradient reaches layer.weight, layer.bias)" in str(found)
 
 
+def test_no_clamp_is_advised_under_a_square_that_overflows(tmp_path: Path) -> None:
+    model = Shaped(lambda x: (x * 1e18) ** 2)
+    found = replay(Training(model=model, loss_fn=squares(model), batch=batches(4, 400, 8)), tmp_path)
+    assert "clamp(min" not in str(found)
+
+
 def regression(**more: Any) -> Training:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

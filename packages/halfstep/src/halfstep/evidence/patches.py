@@ -395,9 +395,25 @@ def _patch_base(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arg
     if name not in ROOTS or not isinstance(args[0], Tensor) or not args[0].requires_grad:
         return None
     share = float((args[0] < 0).float().mean())
-    is_whole = name == "pow" and isinstance(args[1], int | float) and args[1] == int(args[1])
-    fits = share > (0 if name == "pow" else 0.5) and not is_whole
+    fits = share > (0 if name == "pow" else 0.5) and not _is_whole(_get_exponent(name, args, kwargs))
     return ((args[0].abs(), *args[1:]), kwargs) if fits else None
+
+
+def _patch_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Keep what is under a root, a logarithm or a negative power away from 0; squares are finite there."""
+    exponent = _get_exponent(name, args, kwargs)
+    if _is_whole(exponent) and exponent > 0:
+        return None
+    patched: Arguments | None = _clamp((*ROOTS, "lgamma", "digamma"), low=1e-4)(name, args, kwargs)
+    return patched
+
+
+def _get_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("exponent", args[-1]) if name == "pow" else None
+
+
+def _is_whole(exponent: Any) -> bool:
+    return isinstance(exponent, int | float) and exponent == int(exponent)
 
 
 ROOTS = ("pow", "sqrt", "rsqrt", "log", "log2", "log10")
@@ -409,7 +425,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("a count of at least 1 in the denominator (clamp(min=1))", _patch_count),
     ("a denominator of at least 1e-4 (an eps, or a clamp)", _patch_denominator),
     ("rewrite as x.abs() ** p or x.sign() * x.abs() ** p, or with x.abs() under the root or logarithm,", _patch_base),
-    ("clamp(min=1e-4) under the root or logarithm", _clamp((*ROOTS, "lgamma", "digamma"), low=1e-4)),
+    ("clamp(min=1e-4) under the root or logarithm", _patch_root),
     ("clamp(min=-0.9999) on the argument of log1p", _clamp(("log1p",), low=-0.9999)),
     ("eps=1e-4 in logit", _clamp(("logit",), 1e-4, 1 - 1e-4)),
     ("an eps of 1e-4 before the norm", _patch_argument(("norm", "vector_norm"), lambda x: x + 1e-4)),
