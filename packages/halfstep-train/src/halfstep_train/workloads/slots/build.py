@@ -19,7 +19,7 @@ from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
 from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_
 from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep_train.workloads.slots.data import describe_surprises, normalise, open_clips, prepare_masks, to_unit_pixels
+from halfstep_train.workloads.slots.data import ClipData, normalise, open_clips, prepare_masks, to_unit_pixels
 from halfstep_train.workloads.slots.pictures import make_sampler
 from halfstep_train.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
@@ -35,13 +35,12 @@ RANDOM = "random"
 def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
     clips = open_clips(config.data)
-    found = {"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks}
     backbone = build_backbone(config)
     model = build_model(config, backbone.module)
     if store is None and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights, rename_upstream)
-    metric, scoring = _choose_scoring(config, found)
-    plain = make_workload(config, model, backbone, clips.train, clips.val, found)
+    metric, scoring = _choose_scoring(config, clips.store)
+    plain = make_workload(config, model, backbone, clips.train, clips.val, clips.store)
     return replace(
         plain,
         metric=metric,
@@ -54,10 +53,10 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         notes=(
             *_note_backbone(config),
             *_note_negatives(config),
-            *describe_surprises(config.data, clips),
+            *_note_masks(clips),
             *clips.notes,
         ),
-        val_names=clips.val_names,
+        val_names=clips.val.list_names(),
         about=clips.about,
         sample=make_sampler(clips.val, plain.prepare, plain.forward),
     )
@@ -150,6 +149,12 @@ def _note_backbone(config: SlotContrastConfig) -> tuple[str, ...]:
     return ()
 
 
+def _note_masks(clips: ClipData) -> tuple[str, ...]:
+    if clips.store["has_masks"] or not len(clips.val):
+        return ()
+    return ("not all validation videos have masks: there is no FG-ARI, and the loss selects checkpoints",)
+
+
 def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
     """Note that accumulation differs from a larger batch: the micro-batch determines the number of negatives per
     slot."""
@@ -171,7 +176,7 @@ def make_prepare(config: SlotContrastConfig) -> Prepare:
         pixels = to_unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
         if m.backbone != "filters":
             pixels = normalise(pixels)
-        return batch | {"video": pixels} | prepare_masks(batch, data)
+        return batch | {"video": pixels} | prepare_masks(batch, data.image_size)
 
     return prepare
 

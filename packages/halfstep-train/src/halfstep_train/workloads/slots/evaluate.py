@@ -15,7 +15,7 @@ from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.other_data import use_folder
 from halfstep_train.workloads.base.using import LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.slots.data import ClipSamples, make_whole_clips
+from halfstep_train.workloads.slots.data import ClipSamples, make_steady_clips
 from halfstep_train.workloads.slots.pictures import draw_sheet, make_views, write_gif
 from halfstep_train.workloads.slots.scores import SlotMetrics, SteveMetrics, label_pixels
 
@@ -81,9 +81,8 @@ class SlotEvaluation(PlainEvaluation):
             return workload
         samples = workload.train_samples
         assert isinstance(samples, ClipSamples)
-        whole = make_whole_clips(samples)
-        names = tuple(whole.name_of(index) for index in range(len(whole)))
-        return replace(workload, val_samples=whole, val_names=names)
+        whole = make_steady_clips(samples.videos, size=samples.form.size, crop=samples.form.crop)
+        return replace(workload, val_samples=whole, val_names=whole.list_names())
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple(

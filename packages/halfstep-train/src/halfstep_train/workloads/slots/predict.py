@@ -35,11 +35,10 @@ from halfstep_train.workloads.slots.video_layouts import (
     FRAME_FOLDERS,
     VIDEO_ENDINGS,
     is_mask,
+    open_video_file,
     read_frame_files,
-    read_frames,
-    read_video_facts,
 )
-from halfstep_train.workloads.slots.videos import ShardVideos
+from halfstep_train.workloads.slots.videos import open_shards
 
 
 class SlotPredictor:
@@ -118,18 +117,16 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     if _is_frame(item):
         yield _choose_name(item), read_frame_files([entry.path for entry in items])
     elif item.path.suffix.lower() == ".tar":
-        shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
-        for index, video in enumerate(shard.videos):
-            name = item.name.with_suffix("") / video.name.rpartition("/")[2]
-            yield name, shard.read_frames(index, 0, video.num_frames)
+        for video in open_shards(item.path.parent, item.path.name, BadFiles("error")):
+            yield item.name.with_suffix("") / video.name.rpartition("/")[2], video.read_frames(0, video.num_frames)
     elif item.path.suffix.lower() == ".npy":
         frames = np.asarray(load_array(item.path))
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
             raise DataError(f"{item.path} holds {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
         yield item.name.with_suffix(""), frames
     else:
-        count, _ = read_video_facts(item.path)
-        yield item.name.with_suffix(""), read_frames(item.path, 0, count)
+        file = open_video_file(item.path)
+        yield item.name.with_suffix(""), file.read_frames(0, file.num_frames)
 
 
 def _choose_name(item: Input) -> Path:

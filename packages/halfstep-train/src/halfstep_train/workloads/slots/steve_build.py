@@ -97,7 +97,7 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
         sample=make_steve_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
         notes=about.notes if about else (),
         about=about.about if about else (),
-        val_names=about.val_names if about else (),
+        val_names=about.val.list_names() if about else (),
     )
 
 
