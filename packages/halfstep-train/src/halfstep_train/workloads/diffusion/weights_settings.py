@@ -18,7 +18,7 @@ from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import OTHER_NAMES, count_halvings, find_net_folder
-from halfstep_train.workloads.diffusion.sampling import THEIR_SCHEDULES, THEIR_TARGETS
+from halfstep_train.workloads.diffusion.noise_schedule import THEIR_SCHEDULES, THEIR_TARGETS
 
 OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}
 OUR_TARGETS = {theirs: ours for ours, theirs in THEIR_TARGETS.items()}
