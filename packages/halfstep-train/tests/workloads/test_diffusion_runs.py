@@ -307,7 +307,7 @@ def test_exported_pixels_open_in_a_pipeline_and_here(data: Path, vae: str, tmp_p
     wish = {"model__weights": str(run / "model"), "train__max_steps": 1, "optimizer__lr": 1e-12}
     again = train(settings("diffusion", data, **wish), out=tmp_path / "again")
     torch.testing.assert_close(newest(again).model["conv_in.weight"], newest(run).ema["conv_in.weight"])
-    refused("3 channels, latents of the VAE have 2", data, model__weights=str(run / "model"), model__vae=vae)
+    refused("in_channels=3, not 2", data, model__weights=str(run / "model"), model__vae=vae)
 
 
 def test_exported_latent_and_text_models_open_in_pipelines(data: Path, vae: str, text: str, tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, te
         model__vae=vae,
         model__channels=[8, 8, 8, 8],
     )
-    refused("0 would make every weight", data, model__min_snr_gamma=0)
+    refused("min_snr_gamma", data, model__min_snr_gamma=0)
     refused(r"beta_start=0\.6 is above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
     refused("the last timestep is pure noise", data, noise__zero_terminal_snr=True)
     refused("belong together", data, model__conditioning="text")
