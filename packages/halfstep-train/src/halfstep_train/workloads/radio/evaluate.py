@@ -19,8 +19,8 @@ from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowPro
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.build import Denoising, describe_steps
 from halfstep_train.workloads.radio.config import RadioDiffConfig
-from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split, open_tree
-from halfstep_train.workloads.radio.maps import RadioMaps, Role
+from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split
+from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree, Role
 from halfstep_train.workloads.radio.pictures import MapRow, draw_map_sheet
 from halfstep_train.workloads.radio.scores import RadioMetrics
 from halfstep_train.workloads.radio.unet import RadioUNet
@@ -123,7 +123,7 @@ class SamplingEvaluation(RadioEvaluation):
 
     def _open_maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
         settings = config.data
-        tree = open_tree(settings)
+        tree = RadioTree.open(settings)
         return open_split(settings, tree, choose_split(settings, tree), part, BadFiles(settings.on_bad_file))
 
 
