@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from halfstep.islands import fp32_island, to_fp32
 from halfstep.recompute import Blocks
 from halfstep_train.models.layers import PatchConv2d
 from halfstep_train.models.vit import EncoderBlock, ViTSize, compute_grid, resize_positions
-from halfstep_train.models.weights import load_weights_, match_names, read_weights
+from halfstep_train.models.weights import load_weights_, match_names
 
 DINOV2 = {
     "vit_small_patch14_dinov2": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536, patch=14),
@@ -88,18 +87,13 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
     return DinoV2(size, grid=grid)
 
 
-def load_backbone_(model: DinoV2, path: str) -> None:
-    """Load a local file with any known naming; for another architecture, raise an error that describes the
-    difference."""
-    load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
-
-
 IN_SLOTCONTRAST = "encoder.module.backbone.model."
 """Prefix of the backbone in a checkpoint of SlotContrast's project."""
 
 
 def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:
-    """Load weights under any known naming, with the position table of the file."""
+    """Load weights under any known naming, with the position table of the file; for another architecture, raise an
+    error that describes the difference."""
     # A checkpoint of SlotContrast contains the backbone; other files are the backbone.
     inside = {name: value for name, value in weights.items() if name.startswith(IN_SLOTCONTRAST)}
     weights = {name.removeprefix(IN_SLOTCONTRAST): value for name, value in (inside or weights).items()}

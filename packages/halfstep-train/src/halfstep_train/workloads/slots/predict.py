@@ -55,7 +55,9 @@ class SlotPredictor:
         self.config = config
         backbone = build_backbone(config)
         self.frozen = {"backbone": backbone}
-        self.model = build_model(config, backbone.module)
+        # The masks are those of SlotContrast's decoder, also with words.
+        build = build_words_model if isinstance(config, WordsConfig) else build_model
+        self.model = build(config, backbone.module)
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
     def answer_all(
@@ -165,16 +167,6 @@ class StevePredictor(SlotPredictor):
     def __init__(self, config: SteveConfig, store: Store) -> None:
         self.config, self.frozen, self.model = config, {}, build_steve(config)
         self._forward, self._prepare = compute_masks, PrepareClips(config)
-
-
-class WordsPredictor(SlotPredictor):
-    """Predictor of SlotContrast with words; its masks are those of SlotContrast's decoder."""
-
-    def __init__(self, config: WordsConfig, store: Store) -> None:
-        backbone = build_backbone(config)
-        self.config, self.frozen = config, {"backbone": backbone}
-        self.model = build_words_model(config, backbone.module)
-        self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
 
 def compute_masks(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

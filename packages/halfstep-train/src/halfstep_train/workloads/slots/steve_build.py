@@ -19,7 +19,7 @@ from halfstep_train.workloads.base.workload import Group, Workload
 from halfstep_train.workloads.slots import build as slotcontrast
 from halfstep_train.workloads.slots.config import SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import ClipData, ClipSamples, open_clips, to_unit_pixels
-from halfstep_train.workloads.slots.pictures import make_steve_sampler
+from halfstep_train.workloads.slots.pictures import make_sampler
 from halfstep_train.workloads.slots.scores import SteveMetrics, compute_temperature, compute_total_loss, settle_scale
 from halfstep_train.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, rename_upstream
 from halfstep_train.workloads.slots.steve import Steve, SteveOutputs, SteveSize
@@ -94,7 +94,7 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
         ),
         values={"tau": tau},
         settled=settle_scale(config) if config.model.loss == "sum" else {},
-        sample=make_steve_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
+        sample=make_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
         notes=about.notes if about else (),
         about=about.about if about else (),
         val_names=about.val.list_names() if about else (),
