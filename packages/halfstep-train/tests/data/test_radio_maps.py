@@ -63,15 +63,6 @@ def test_the_demo_has_the_originals_layout(original: Path) -> None:
     assert (antenna > 0).sum() == 1
 
 
-def test_shadows_and_distance_darken_a_gain(original: Path) -> None:
-    city = np.asarray(Image.open(original / f"png/buildings_complete/{TRAIN}.png"))
-    gain = np.asarray(Image.open(original / f"gain/DPM/{TRAIN}_0.png")).astype(float)
-    antenna = np.argwhere(np.asarray(Image.open(original / f"png/antennas/{TRAIN}_0.png")))[0]
-    assert gain[tuple(antenna)] == gain.max()
-    assert (gain[city > 0] == 0).all()
-    assert (gain[city == 0] > 0).all()
-
-
 def test_samples_are_gains_with_their_inputs(tree: Path) -> None:
     maps = RadioMaps(open_tree(tree).list_samples([TRAIN], bad_files=error()), size=(16, 16))
     assert [maps.name_of(index) for index in range(3)] == [f"{TRAIN}_{transmitter}.png" for transmitter in range(3)]

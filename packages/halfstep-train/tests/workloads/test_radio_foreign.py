@@ -162,11 +162,3 @@ def test_without_data_the_files_own_model_is_trained_on_the_generated_tree(tmp_p
     there, here = (load(written(tmp_path, STAGE2), flags=flags).config for flags in ({"data.dir": "RadioMapSeer"}, {}))
     assert here.model == there.model
     assert (here.optimizer, here.train) == (there.optimizer, there.train)
-
-
-def test_levels_that_do_not_agree_are_named_without_the_rest_of_their_section(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(written(tmp_path, STAGE2), overrides=["model.pyramid.depths=[2, 2]"])
-    assert "model.multipliers: [1, 2, 4, 4]" in refused.value.what
-    assert "model.pyramid.depths=[2, 2]" in refused.value.what
-    assert "fourier_scale" not in refused.value.what

@@ -22,9 +22,7 @@ from halfstep_train.workloads import build
 from halfstep_train.workloads.base.latent_store import open_latents, write_latents
 from halfstep_train.workloads.base.sheets import CELL, GAP
 from halfstep_train.workloads.base.using import PredictRequest
-from halfstep_train.workloads.radio import first_stage
 from halfstep_train.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
-from halfstep_train.workloads.radio.config import FirstStageConfig
 from halfstep_train.workloads.radio.maps import read_gray
 from halfstep_train.workloads.radio.vae import RadioVAE
 from tiny_radio import DIFFUSION, settings, train_diffusion, write_tiny_demo, write_tiny_vae
@@ -287,9 +285,3 @@ def test_public_checkpoints_and_torchvisions_swin_load_by_their_own_names(
     torch.save({"model": {f"model.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "ours.pt")
     load_weights_file_(other, str(tmp_path / "ours.pt"), select_unet_weights)
     assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))
-
-
-def test_the_sizes_of_an_exported_first_stage_are_read_back(tmp_path: Path) -> None:
-    sizes = first_stage.dump_sizes(FirstStageConfig(latent_channels=4))
-    first_stage.write_first_stage({}, sizes, 0.5, tmp_path)
-    assert first_stage._read_facts(tmp_path / first_stage.FACTS) == {"sizes": sizes, "scale_factor": 0.5}

@@ -62,13 +62,10 @@ def test_sizes_temperatures_and_losses_become_our_settings() -> None:
         "dvae_loss": "sum", "words_weight": 2.0, "words_loss": "mean", "contrast_weight": 0.0,
     }  # fmt: skip
     assert {key: found.values[f"model.{key}"] for key in expected} == expected
+    without = translate_config(with_change("model.use_steve_decoder", False), "vae.yaml")
+    assert without is not None
+    assert without.values["model.words_blocks"] == 0
     assert not [key for key in found.unused if key.startswith(("model.dvae", "model.steve", "model.gumbel"))]
-
-
-def test_the_vae_may_stand_without_its_decoder() -> None:
-    found = translate_config(with_change("model.use_steve_decoder", False), "vae.yaml")
-    assert found is not None
-    assert found.values["model.words_blocks"] == 0
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,11 @@ class SlotPredictor:
         backbone = build_backbone(config)
         self.frozen = {"backbone": backbone}
         # The masks are those of SlotContrast's decoder, also with words.
-        build = build_words_model if isinstance(config, WordsConfig) else build_model
-        self.model = build(config, backbone.module)
+        self.model = (
+            build_words_model(config, backbone.module)
+            if isinstance(config, WordsConfig)
+            else build_model(config, backbone.module)
+        )
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
     def answer_all(
