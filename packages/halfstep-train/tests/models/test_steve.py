@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,14 +11,12 @@ from halfstep.errors import ModelError
 from halfstep.precision.contexts import simulate
 from halfstep.recompute import set_recompute
 from halfstep_train.workloads.slots import dvae as dvae_module
+from halfstep_train.workloads.slots.config import SteveModelConfig
 from halfstep_train.workloads.slots.dvae import DVae, to_matrix
-from halfstep_train.workloads.slots.steve import RecurrentCell, Steve, SteveOutputs, SteveSize
+from halfstep_train.workloads.slots.steve import RecurrentCell, Steve, SteveOutputs
 from halfstep_train.workloads.slots.word_decoder import CrossAttention
 
-TINY = SteveSize(
-    image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=2,
-    dropout=0.0,
-)  # fmt: skip
+TINY = SteveModelConfig(vocabulary=24, slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=2, dropout=0.0)
 
 
 def keys(num: int, start: int = 0) -> Tensor:
@@ -39,7 +35,7 @@ def see(model: Steve, video: Tensor, *, hard: bool = False) -> SteveOutputs:
 @pytest.fixture
 def model() -> Steve:
     torch.manual_seed(0)
-    return Steve(TINY)
+    return Steve(TINY, 16)
 
 
 @pytest.fixture
@@ -122,7 +118,7 @@ def test_greedy_decoding_with_kept_keys_equals_decoding_all_words_again_each_tim
 def test_recomputing_blocks_with_dropout_gives_the_same_gradients(video: Tensor) -> None:
     def gradients(how: str) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = Steve(replace(TINY, dropout=0.3))
+        model = Steve(TINY.model_copy(update={"dropout": 0.3}), 16)
         assert set_recompute(model, how)  # type: ignore[arg-type]
         torch.manual_seed(5)
         seen = see(model, video)
@@ -153,13 +149,13 @@ def test_slots_stay_fp32_and_finite_in_half_formats(model: Steve, video: Tensor)
 
 
 def test_a_video_at_64_pixels_keeps_its_size_in_the_encoder() -> None:
-    model = Steve(replace(TINY, image_size=64))
+    model = Steve(TINY, 64)
     assert see(model, torch.rand(1, 2, 3, 64, 64)).attention.shape == (1, 2, 3, 64, 64)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(ModelError, match="30×30 pixels for tokens of 4×4"):
-        Steve(replace(TINY, image_size=30))
+        Steve(TINY, 30)
     with pytest.raises(ModelError, match="3 attention heads for 16"):
         CrossAttention(16, 3, dropout=0.0, gain=1.0)
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.recompute import Blocks
 from halfstep_train.models.layers import PatchConv2d
 from halfstep_train.models.vit import EncoderBlock, ViTSize, compute_grid, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names
+from halfstep_train.workloads.slots.slot_attention import check_heads
 
 DINOV2 = {
     "vit_small_patch14_dinov2": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536, patch=14),
@@ -82,8 +82,7 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
     """Build a model by timm's name; a depth, heads or dim above 0 replaces the published one."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
     size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
-    if size.dim % size.heads:
-        raise ModelError(f"{size.dim} channels for {size.heads} heads", why="heads must divide channels")
+    check_heads(size.dim, size.heads)
     return DinoV2(size, grid=grid)
 
 
