@@ -17,7 +17,7 @@ from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
 from halfstep_train.workloads.slots import video_layouts
 from halfstep_train.workloads.slots.config import VideoDataConfig
-from halfstep_train.workloads.slots.data import ClipForm, ClipSamples, compute_crop_box, open_clips
+from halfstep_train.workloads.slots.data import ClipSamples, compute_crop_box, open_clips
 from halfstep_train.workloads.slots.video_layouts import FoundVideos, find_videos, open_video_file
 from halfstep_train.workloads.slots.videos import Video
 
@@ -141,7 +141,7 @@ def test_frames_of_other_sizes_and_masks_without_frames_are_named(tmp_path: Path
 
 def of_shards(tmp_path: Path, *, cut: Any = "one", **form: Any) -> ClipSamples:
     shards(tmp_path / "data", "v", (4,), frames=7)
-    return ClipSamples(find(tmp_path / "data", val_fraction=0).train, ClipForm(**{"frames": 3, **form}), cut=cut)
+    return ClipSamples(find(tmp_path / "data", val_fraction=0).train, cut=cut, **{"frames": 3, **form})
 
 
 def test_a_clip_is_a_function_of_seed_epoch_and_index(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_a_flip_turns_frames_and_masks_alike(tmp_path: Path) -> None:
     picture[:, :2] = 255
     Image.fromarray(picture).save(tmp_path / "00000000" / "00000000_image.png")
     Image.fromarray(picture[..., 0]).save(tmp_path / "00000000" / "00000000_mask_01.png")
-    form = ClipForm(frames=1, flip=1.0, with_masks=True)
-    flipped = ClipSamples(find(tmp_path).train, form, cut="whole").sample(0, key=(0, 0, 0))
+    samples = ClipSamples(find(tmp_path).train, cut="whole", frames=1, flip=1.0, with_masks=True)
+    flipped = samples.sample(0, key=(0, 0, 0))
     assert flipped["video"][0, 0, 0].tolist() == [0] * 6 + [255] * 2
     assert (flipped["masks"][0] == (flipped["video"][0, 0] > 0)).all()
 

@@ -88,30 +88,25 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
-        model = build_net(make_new_unet_config(config, parts.shape, parts.conditions))
+        size = config.model
+        model = build_net(
+            make_unet_config(
+                sample_size=parts.shape[1],
+                sample_channels=parts.shape[0],
+                channels=size.channels,
+                layers=size.layers,
+                attention=size.attention,
+                attention_head_dim=size.attention_head_dim,
+                dropout=size.dropout,
+                num_classes=parts.conditions.num_classes,
+                text_dim=parts.conditions.text_dim,
+            )
+        )
     vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
     halved_by = "VAE and U-Net halve them" if vae_halvings else "the U-Net halves them"
     check_side(config.data.image_size, vae_halvings + count_halvings(model.config), halved_by, "data.image_size")
     set_checkpointing(model, config.train.activation_checkpointing)
     return model
-
-
-def make_new_unet_config(
-    config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions
-) -> dict[str, Any]:
-    """Return the diffusers config of a new U-Net."""
-    size = config.model
-    return make_unet_config(
-        sample_size=shape[1],
-        sample_channels=shape[0],
-        channels=size.channels,
-        layers=size.layers,
-        attention=size.attention,
-        attention_head_dim=size.attention_head_dim,
-        dropout=size.dropout,
-        num_classes=conditions.num_classes,
-        text_dim=conditions.text_dim,
-    )
 
 
 def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> None:

@@ -24,7 +24,7 @@ from halfstep_train.workloads.base.latent_store import (
     describe_resume,
     refuse_uncached,
 )
-from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
+from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig
 from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed
 from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
 from halfstep_train.workloads.radio.names import rename_vae_weight, rename_weights
@@ -60,18 +60,6 @@ def get_reduction(sizes: Mapping[str, Any]) -> int:
 def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, int, int]:
     side = image_size // get_reduction(sizes)
     return sizes["latent_channels"], side, side
-
-
-def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
-    """Return `model.weights`; raise before anything is built if the file does not exist."""
-    path = config.model.weights or ""
-    if path and not Path(path).is_file():
-        raise ModelError(
-            f"model.weights={path}: there is no such file",
-            why="training would start from it (ckpt_path in a public config)",
-            fix="give an existing file, or model.weights=null to start from scratch",
-        )
-    return path
 
 
 def load_vae_(vae: RadioVAE, path: str) -> None:

@@ -48,6 +48,11 @@ class ResidualBlock(nn.Module):
         return self.nin_shortcut(x) + h
 
 
+def make_blocks(inputs: int, outputs: int, count: int) -> nn.Sequential:
+    widths = [inputs, *[outputs] * count]
+    return nn.Sequential(*(ResidualBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+
+
 class PositionAttention(nn.Module):
     """Self-attention over all positions, with one head."""
 
@@ -104,8 +109,7 @@ class DownLevel(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, num_blocks: int, *, is_last: bool) -> None:
         super().__init__()
-        widths = [inputs, *[outputs] * num_blocks]
-        self.block = nn.Sequential(*(ResidualBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+        self.block = make_blocks(inputs, outputs, num_blocks)
         self.downsample = nn.Identity() if is_last else Halve(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,8 +121,7 @@ class UpLevel(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, num_blocks: int, *, is_last: bool) -> None:
         super().__init__()
-        widths = [inputs, *[outputs] * num_blocks]
-        self.block = nn.Sequential(*(ResidualBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+        self.block = make_blocks(inputs, outputs, num_blocks)
         self.upsample = nn.Identity() if is_last else Double(outputs)
 
     def forward(self, x: Tensor) -> Tensor:

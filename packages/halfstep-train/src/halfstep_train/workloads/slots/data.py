@@ -29,33 +29,32 @@ from halfstep_train.workloads.slots.videos import Video, describe_left_out
 Crop = Literal["none", "central", "random"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipForm:
-    """How the frames of a clip are cut and resized before batching."""
-
-    frames: int
-    """Frames per clip; shorter videos are padded."""
-    size: int | None = None
-    """Side that frames are resized to; None: all videos share a size and keep it."""
-    crop: Crop = "none"
-    """A square as large as the shorter side, in the centre or at random; none: the whole frame, distorted to a
-    square."""
-    flip: float = 0.0
-    with_masks: bool = False
-
-
 class ClipSamples:
     """Clips from videos: one random chunk per video, all chunks, or whole videos."""
 
-    def __init__(self, videos: Sequence[Video], form: ClipForm, *, cut: Literal["one", "all", "whole"]) -> None:
-        self.videos, self.form, self.cut = videos, form, cut
+    def __init__(
+        self,
+        videos: Sequence[Video],
+        *,
+        cut: Literal["one", "all", "whole"],
+        frames: int,
+        size: int | None = None,
+        crop: Crop = "none",
+        flip: float = 0.0,
+        with_masks: bool = False,
+    ) -> None:
+        """Cut clips of `frames` frames; shorter videos are padded.
+
+        `size` is the side that frames are resized to; None: all videos share a size and keep it. `crop` cuts a square
+        as large as the shorter side, in the centre or at random; none: the whole frame is distorted to a square.
+        """
+        self.videos, self.cut, self.frames, self.size, self.crop = videos, cut, frames, size, crop
+        self.flip, self.with_masks = flip, with_masks
         # (video, chunk) of each clip; with cut="one" the chunk is drawn in `sample`.
         self.clips = [
-            (video, chunk)
-            for video in videos
-            for chunk in range(video.num_frames // form.frames if cut == "all" else 1)
+            (video, chunk) for video in videos for chunk in range(video.num_frames // frames if cut == "all" else 1)
         ]
-        self.are_filled = cut == "whole" and any(video.num_frames < form.frames for video in videos)
+        self.are_filled = cut == "whole" and any(video.num_frames < frames for video in videos)
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -65,18 +64,18 @@ class ClipSamples:
         # Four numbers per sample: the chunk, the position of the crop (vertical, horizontal), and the flip.
         draw = torch.rand(4, generator=make_generator(*key), dtype=torch.float64).tolist()
         if self.cut == "one":
-            chunk = int(draw[0] * (video.num_frames // self.form.frames))
-        first = chunk * self.form.frames
-        count = min(self.form.frames, video.num_frames - first)
-        box = compute_crop_box(video.size, self.form.crop, draw[1:3])
-        is_flipped = draw[3] < self.form.flip
+            chunk = int(draw[0] * (video.num_frames // self.frames))
+        first = chunk * self.frames
+        count = min(self.frames, video.num_frames - first)
+        box = compute_crop_box(video.size, self.crop, draw[1:3])
+        is_flipped = draw[3] < self.flip
         frames = self._crop(video.read_frames(first, count), box, is_flipped)
         clip = {"video": self._pad(self._resize(frames.movedim(-1, 1), "bicubic"))}
-        if self.form.with_masks:
+        if self.with_masks:
             masks = self._crop(video.read_masks(first, count), box, is_flipped)
             clip["masks"] = self._pad(self._resize(masks.unsqueeze(1), "nearest-exact").squeeze(1))
         if self.are_filled:
-            clip["is_real"] = torch.arange(self.form.frames) < count
+            clip["is_real"] = torch.arange(self.frames) < count
         return clip
 
     def _crop(self, rows: Array, box: tuple[slice, slice], is_flipped: bool) -> Tensor:
@@ -84,7 +83,7 @@ class ClipSamples:
         return torch.from_numpy(np.array(cropped[:, :, ::-1] if is_flipped else cropped))  # a copy: `rows` is read-only
 
     def _resize(self, pixels: Tensor, mode: str) -> Tensor:
-        side = self.form.size
+        side = self.size
         if side is None or pixels.shape[2:] == (side, side):
             return pixels.contiguous()
         if mode != "bicubic":
@@ -92,13 +91,13 @@ class ClipSamples:
         return F.interpolate(pixels.float(), (side, side), mode=mode).round().clamp(0, 255).to(torch.uint8)
 
     def _pad(self, rows: Tensor) -> Tensor:
-        short = self.form.frames - len(rows)
+        short = self.frames - len(rows)
         return torch.cat([rows, rows[-1:].expand(short, *rows.shape[1:])]) if short > 0 else rows
 
     def name_of(self, index: int) -> str:
         video, chunk = self.clips[index]
         name = make_printable(video.name)
-        return f"{name}, frames from {chunk * self.form.frames}" if self.cut == "all" else name
+        return f"{name}, frames from {chunk * self.frames}" if self.cut == "all" else name
 
     def list_names(self) -> tuple[str, ...]:
         return tuple(map(self.name_of, range(len(self))))
@@ -178,10 +177,14 @@ def open_clips(config: VideoDataConfig) -> ClipData:
             why=describe_left_out(bad_files),
             fix="fix what was left out, or cut shorter clips: data.chunk_size",
         )
-    train_form = ClipForm(
-        frames=config.chunk_size, size=_choose_size(config, found.train), crop=config.crop, flip=config.flip
+    train = ClipSamples(
+        videos,
+        cut=config.chunks,
+        frames=config.chunk_size,
+        size=_choose_size(config, found.train),
+        crop=config.crop,
+        flip=config.flip,
     )
-    train = ClipSamples(videos, train_form, cut=config.chunks)
     # Chunks are not padded, so the shortest video limits their length.
     shortest = min((video.num_frames for video in found.val), default=1)
     val = make_steady_clips(
@@ -205,13 +208,14 @@ def open_clips(config: VideoDataConfig) -> ClipData:
 
 def make_steady_clips(videos: Sequence[Video], *, size: int | None, crop: Crop, chunk: int = 0) -> ClipSamples:
     """Return clips to evaluate, with masks if all videos have them: all chunks, or without a `chunk` whole videos."""
-    form = ClipForm(
+    return ClipSamples(
+        videos,
+        cut="all" if chunk else "whole",
         frames=chunk or max((video.num_frames for video in videos), default=1),
         size=size,
         crop=choose_steady_crop(crop),
         with_masks=all(video.has_masks for video in videos),
     )
-    return ClipSamples(videos, form, cut="all" if chunk else "whole")
 
 
 def _choose_size(config: VideoDataConfig, videos: Sequence[Video]) -> int | None:

@@ -82,7 +82,7 @@ class SlotEvaluation(PlainEvaluation):
             return workload
         samples = workload.train_samples
         assert isinstance(samples, ClipSamples)
-        whole = make_steady_clips(samples.videos, size=samples.form.size, crop=samples.form.crop)
+        whole = make_steady_clips(samples.videos, size=samples.size, crop=samples.crop)
         return replace(workload, val_samples=whole, val_names=whole.list_names())
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
