@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.disk import name_hidden
-from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
+from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted
 from halfstep_train.cli.train import load_config
 from halfstep_train.config.dump import to_yaml
 from halfstep_train.report.run_report import RunReport
@@ -325,27 +325,10 @@ def refused(match: str, data: Path, kind: type[Exception] = ConfigError, **wish:
         building.build(settings("diffusion", data, **wish).config)  # type: ignore[arg-type]
 
 
-def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, text: str, tmp_path: Path) -> None:
-    refused("9 pixels cannot be halved", data, data__image_size=9)
-    refused(
-        r"8 pixels cannot be halved 4 times[\s\S]*data.image_size=16",
-        data,
-        model__vae=vae,
-        model__channels=[8, 8, 8, 8],
-    )
-    refused("min_snr_gamma", data, model__min_snr_gamma=0)
+def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str) -> None:
+    levels = {"model__vae": vae, "model__channels": [8, 8, 8, 8]}
+    refused(r"8 pixels cannot be halved 4 times[\s\S]*data.image_size=16", data, **levels)
     refused(r"beta_start=0\.6 is above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
-    refused("the last timestep is pure noise", data, noise__zero_terminal_snr=True)
     refused("belong together", data, model__conditioning="text")
     refused("needs a VAE: model.vae=DIR", data, data__cache="latents")
-    refused("halfstep downloads nothing", data, ModelError, model__vae="runwayml/stable-diffusion")
     refused("30 sampling steps", data, sample__steps=30)
-    (tmp_path / "classes.txt").write_text("disc\n")
-    refused("does not match the classes", data, DataError, model__conditioning="class",
-            data__class_file=str(tmp_path / "classes.txt"))  # fmt: skip
-    lonely = tmp_path / "lonely"
-    lonely.mkdir()
-    Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(lonely / "1.png")
-    refused("1 image", lonely, DataError)
-    broken = str(vae_folder(tmp_path / "hot", scale=1e6))
-    refused("overflows", data, model__vae=broken, precision__modules={"vae": "fp16"})

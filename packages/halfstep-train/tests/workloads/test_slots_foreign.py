@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from halfstep.errors import ConfigError
+from halfstep_train.config.foreign import Foreign, resolve_document
 from halfstep_train.config.load import Loaded
 from halfstep_train.workloads import build, load
 from halfstep_train.workloads.slots.config import SlotContrastConfig
 from halfstep_train.workloads.slots.demo import write_demo
+from halfstep_train.workloads.slots.foreign import translate_config
 
 THEIRS = textwrap.dedent("""\
     experiment_name: mine
@@ -245,3 +249,69 @@ def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
     assert not place.parent.exists()
     with pytest.raises(ConfigError, match="--log-dir"), choose_new_folder(tmp_path, tmp_path, dry=False, name=""):
         pass
+
+
+# --- the fork's words ---
+
+WITH_WORDS: dict[str, Any] = {
+    "use_dvae": True,
+    "use_steve_decoder": True,
+    "gumbel_start_temp": 0.9,
+    "gumbel_final_temp": 0.2,
+    "gumbel_anneal_steps": 777,
+    "losses": {
+        "features": {"name": "MSELoss"},
+        "pixels": {"name": "DVAEReconstructionLoss", "normalize": True, "reduction": "sum"},
+        "words": {"name": "STEVECrossEntropyLoss", "reduction": "mean"},
+    },
+    "loss_weights": {"features": 1.0, "pixels": 0.5, "words": 2.0},
+    "dvae": {"vocab_size": 512, "img_channels": 3, "use_checkpoint": True},
+    "steve_decoder": {
+        "vocab_size": 512, "d_model": 64, "num_decoder_blocks": 3, "num_decoder_heads": 4, "dropout": 0.2,
+        "image_size": 28,
+    },
+}  # fmt: skip
+
+
+def translate_words(path: str = "", value: Any = None) -> Foreign:
+    """Translate the file with words in its model; `path` below `model` gets another value."""
+    document = resolve_document(yaml.safe_load(THEIRS))
+    document["model"] |= copy.deepcopy(WITH_WORDS)
+    section = document["model"]
+    *parents, name = path.split(".")
+    for parent in parents:
+        section = section[parent]
+    if name:
+        section[name] = value
+    found = translate_config(document, "words.yaml")
+    assert found is not None
+    return found
+
+
+def test_sizes_temperatures_and_losses_of_words_become_our_settings() -> None:
+    found = translate_words()
+    assert found.workload == "slotcontrast_steve"
+    expected = {
+        "vocabulary": 512, "dvae_checkpointing": True, "words_dim": 64, "words_blocks": 3,
+        "words_dropout": 0.2, "tau": [0.9, 0.2, 777], "dvae_weight": 0.5,
+        "dvae_loss": "sum", "words_weight": 2.0, "words_loss": "mean", "contrast_weight": 0.0,
+    }  # fmt: skip
+    assert {key: found.values[f"model.{key}"] for key in expected} == expected
+    assert not [key for key in found.unused if key.startswith(("model.dvae", "model.steve", "model.gumbel"))]
+    assert translate_words("use_steve_decoder", False).values["model.words_blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("use_dvae", False, "use_steve_decoder is on"),
+        ("steve_decoder.vocab_size", 4096, "the VAE has 512 tokens"),
+        ("steve_decoder.image_size", 224, "frames have 28 pixels"),
+        ("dvae.img_channels", 1, "img_channels is 1"),
+        ("losses.pixels.normalize", False, "model.losses.pixels"),
+        ("losses.words.reduction", "none", "model.losses.words"),
+    ],
+)
+def test_words_that_would_train_another_model_are_refused(path: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        translate_words(path, value)
