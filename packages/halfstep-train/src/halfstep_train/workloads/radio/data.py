@@ -37,14 +37,10 @@ class RadioData:
         return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
 
 
-def get_data_config(config: RunConfig) -> RadioDataConfig:
-    assert isinstance(config.data, RadioDataConfig)
-    return config.data
-
-
 def find_data(config: RunConfig) -> RadioData:
     """Open the training and validation maps; raise DataError if there are none of either."""
-    settings = get_data_config(config)
+    settings = config.data
+    assert isinstance(settings, RadioDataConfig)
     bad_files = BadFiles(settings.on_bad_file)
     tree = RadioTree.open(settings)
     split = choose_split(settings, tree)

@@ -21,7 +21,7 @@ from halfstep_train.data.loader import Batch
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Answer, Failure
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
+from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure, save_picture
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep_train.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep_train.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
@@ -84,11 +84,10 @@ class SlotPredictor:
         box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())
         frames = np.array(frames[(slice(None), *box)])
         slots = self._predict_slots(torch.from_numpy(frames).movedim(-1, 1), trained)
-        path = _choose_unused(out / name)
+        sheet = save_picture(Image.fromarray(draw_sheet(frames, slots, None)), out / f"{name}.png")
+        path = sheet.with_suffix("")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_gif(path.with_name(f"{path.name}.gif"), frames, slots)
-            Image.fromarray(draw_sheet(frames, slots, None)).save(path.with_name(f"{path.name}.png"))
             np.save(path.with_name(f"{path.name}_slots.npy"), slots.astype(np.uint8))
         except OSError as error:
             raise CheckpointError(
@@ -140,15 +139,6 @@ def _choose_name(item: Input) -> Path:
     if inside.name in FRAME_FOLDERS:
         inside, up = inside.parent, 1
     return inside if inside.name else Path(item.path.resolve().parents[up].name)
-
-
-def _choose_unused(path: Path) -> Path:
-    """Return the path, with a number appended if a video of that name was written before."""
-    number, free = 1, path
-    while free.with_name(f"{free.name}.gif").exists():
-        number += 1
-        free = path.with_name(f"{path.name}_{number}")
-    return free
 
 
 def _make_answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
