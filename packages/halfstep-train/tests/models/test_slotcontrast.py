@@ -205,18 +205,3 @@ def test_contrast_is_cross_entropy_against_the_identity() -> None:
     eye = torch.eye(15).expand(3, 15, 15)
     expected = F.cross_entropy(logits, eye)
     torch.testing.assert_close(slot_contrast(slots), expected)
-
-
-def test_filters_count_the_nearest_colours_of_a_patch() -> None:
-    """Against the definition: a softmax over the squared distances to all 27 colours, averaged over a patch."""
-    from halfstep_train.workloads.slots.backbones import LEVELS, SHARPNESS, SPREAD, FilterBank
-
-    torch.manual_seed(0)
-    image = torch.rand(1, 3, 8, 12)
-    colours = torch.cartesian_prod(*[torch.tensor(LEVELS)] * 3)
-    distances = (image.movedim(1, -1).unsqueeze(-2) - colours).square().sum(-1)
-    shares = torch.softmax(-SHARPNESS * distances, dim=-1).unfold(1, 4, 4).unfold(2, 4, 4).mean((-1, -2))
-    expected = (shares - shares.mean((1, 2), keepdim=True)) / SPREAD
-    found = FilterBank(4)(image)
-    assert found.shape == (1, 6, FilterBank.dim)
-    torch.testing.assert_close(found[..., :27], expected.flatten(1, 2))
