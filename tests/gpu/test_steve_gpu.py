@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep_train.workloads.slots.config import SteveModelConfig
 from halfstep_train.workloads.slots.dvae import DVae, hash_bits, make_gumbel_noise
-from halfstep_train.workloads.slots.steve import Steve, SteveSize
+from halfstep_train.workloads.slots.steve import Steve
 
 pytestmark = pytest.mark.gpu
 
-SIZE = SteveSize(
-    image_size=32, vocabulary=64, num_slots=4, slot_dim=32, cnn_channels=16, dim=32, decoder_blocks=2,
-    dropout=0.0,
-)  # fmt: skip
+SIZE = SteveModelConfig(vocabulary=64, slots=4, slot_dim=32, cnn_channels=16, dim=32, decoder_blocks=2, dropout=0.0)
 
 
 def keys(num: int, start: int = 0) -> Tensor:
@@ -49,7 +47,7 @@ def losses_and_gradients(model: Steve, *, compiled: bool) -> tuple[list[Tensor],
 def test_compiled_and_chunked_it_has_the_losses_and_gradients_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # eager's convolutions; the compiler's are matmuls
     torch.manual_seed(0)
-    model = Steve(SIZE).cuda()
+    model = Steve(SIZE, 32).cuda()
     losses, gradients = losses_and_gradients(model, compiled=False)
     monkeypatch.setattr(
         "halfstep_train.workloads.slots.dvae.CHUNK_BYTES", 2 * 64 * 64 * 4

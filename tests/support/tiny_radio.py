@@ -41,7 +41,7 @@ def write_tiny_demo(folder: Path) -> Path:
 def write_tiny_vae(folder: Path, change: Any = None) -> Path:
     """A first stage as an ended run leaves it, of random weights and little variance, changed by `change(vae)`."""
     torch.manual_seed(0)
-    vae = RadioVAE(width=8, multipliers=(1, 2), num_blocks=1, z_channels=2, latent_channels=2)
+    vae = RadioVAE(width=8, multipliers=(1, 2), num_blocks=1, latent_channels=2)
     with torch.no_grad():
         vae.quant_conv.weight[:2] *= 4
         vae.quant_conv.weight[2:] = 0

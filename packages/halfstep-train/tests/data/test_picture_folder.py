@@ -31,17 +31,17 @@ def table(folder: Path, rows: list[dict[str, object]]) -> None:
 def test_pictures_of_all_folders_are_divided_by_the_seed(tmp_path: Path) -> None:
     for name in ("1.png", "a/2.png", "a/b/10.png", "a/b/9.png"):
         picture(tmp_path / name)
-    found = find_pictures(tmp_path, LAYOUT).images
+    found = find_pictures(tmp_path, LAYOUT)
     assert len(found.train) == 3
     assert len(found.val) == 1
-    again = find_pictures(tmp_path, LAYOUT).images
+    again = find_pictures(tmp_path, LAYOUT)
     assert (found.train, found.val) == (again.train, again.val)
 
 
 def test_a_validation_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     for name in ("train/1.png", "train/2.png", "val/3.png"):
         picture(tmp_path / name)
-    found = find_pictures(tmp_path, LAYOUT).images
+    found = find_pictures(tmp_path, LAYOUT)
     assert [path.name for path in found.train.paths] == ["1.png", "2.png"]
     assert [path.name for path in found.val.paths] == ["3.png"]
 
@@ -58,10 +58,10 @@ def test_captions_belong_to_their_pictures_and_bare_pictures_are_counted(tmp_pat
     for k in range(5):
         picture(tmp_path / f"{k}.png")
     table(tmp_path, [{"file_name": f"{k}.png", "text": f"number {k}"} for k in range(4)])
-    found = find_captioned_images(tmp_path, LAYOUT, "text")
-    assert {path.name: text for path, text in found.captions.items()} == {f"{k}.png": f"number {k}" for k in range(4)}
-    assert len(found.images.train) + len(found.images.val) == 4
-    assert found.notes == ("left out: 1 image without a caption",)
+    images, captions, notes = find_captioned_images(tmp_path, LAYOUT, "text")
+    assert {path.name: text for path, text in captions.items()} == {f"{k}.png": f"number {k}" for k in range(4)}
+    assert len(images.train) + len(images.val) == 4
+    assert notes == ("left out: 1 image without a caption",)
 
 
 def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_captions_are_classes_only_where_they_are_named_so(tmp_path: Path) -> No
         find_classes(tmp_path, LAYOUT, None)
     assert "data.label_column" in refused.value.fix
     named = replace(LAYOUT, label_column="text")
-    assert find_classes(tmp_path, named, None).images.classes == ("a cross", "a disc")
+    assert find_classes(tmp_path, named, None).classes == ("a cross", "a disc")
 
 
 def test_a_class_file_numbers_the_classes_and_one_that_does_not_match_is_refused(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_class_file_numbers_the_classes_and_one_that_does_not_match_is_refused
         picture(tmp_path / name)
     names = tmp_path / "classes.txt"
     names.write_text("dog\ncat\n")
-    found = find_classes(tmp_path / "data", LAYOUT, names).images
+    found = find_classes(tmp_path / "data", LAYOUT, names)
     assert found.classes == ("dog", "cat")
     assert all(found.classes[k] == p.parent.name for k, p in zip(found.train.labels, found.train.paths, strict=True))
     names.write_text("dog\nwolf\n")
-    with pytest.raises(DataError, match="it lacks cat; there are no images of wolf"):
+    with pytest.raises(DataError, match="only one of them has cat, wolf"):
         find_classes(tmp_path / "data", LAYOUT, names)
     names.write_text("dog\ncat\ndog\n")
     with pytest.raises(DataError, match="dog twice"):

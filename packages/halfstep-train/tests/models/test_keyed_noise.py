@@ -37,21 +37,6 @@ def test_bits_are_those_of_unsigned_arithmetic() -> None:
     assert torch.equal(found.long() % 2**32, torch.tensor(by_hand))
 
 
-def test_noise_that_was_drawn_before_passes_through() -> None:
-    drawn = torch.randn(2, 3, 4)
-    assert make_gumbel_noise(drawn, 3, 4) is drawn
-
-
-def test_every_bit_is_fair_and_independent_of_the_word_position_and_keys() -> None:
-    words = hash_bits(KEYS, 64, 1024)
-    bits = torch.stack([(words >> place) & 1 for place in range(32)]).double()
-    deviation = 0.5 / math.sqrt(words.numel())
-    assert (bits.mean(dim=(1, 2, 3)) - 0.5).abs().max() < 5 * deviation
-    for other in (words.roll(1, 2), words.roll(1, 1), words.roll(1, 0)):  # the next word, position, key
-        differing = torch.stack([((words ^ other) >> place) & 1 for place in range(32)]).double()
-        assert (differing.mean(dim=(1, 2, 3)) - 0.5).abs().max() < 5 * deviation
-
-
 def test_it_has_the_mean_the_spread_and_the_tail_of_gumbels_distribution() -> None:
     noise = make_gumbel_noise(torch.arange(64).view(32, 2), 64, 1024).double()
     error = math.pi / math.sqrt(6 * noise.numel())

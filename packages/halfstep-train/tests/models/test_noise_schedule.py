@@ -5,36 +5,31 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
 from safetensors.torch import load_file
+from torch import Tensor
 
 from halfstep.errors import ConfigError
-from halfstep_train.workloads.diffusion.noise_schedule import NoiseSchedule, add_noise, make_loss_weights, make_target
+from halfstep_train.workloads import load
+from halfstep_train.workloads.diffusion.config import NoiseConfig
+from halfstep_train.workloads.diffusion.noise_schedule import (
+    add_noise,
+    compute_alpha_bar,
+    compute_snr,
+    make_loss_weights,
+    make_target,
+)
 
 GOLDEN = os.environ.get("HALFSTEP_GOLDEN")
-THEIR_NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
 T = torch.tensor([0, 1, 5, 9, 10, 50, 500, 999])
 
 
-def schedule_of(name: str, **more: object) -> NoiseSchedule:
+def alpha_bar_of(name: str, **more: Any) -> Tensor:
     betas = {"beta_start": 0.00085, "beta_end": 0.012} if name == "scaled_linear" else {}
-    return NoiseSchedule(name=name, **betas, **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", THEIR_NAMES)
-@pytest.mark.parametrize("zero_terminal", [False, True])
-def test_tables_have_the_bits_of_the_schedulers_that_sample(name: str, zero_terminal: bool) -> None:
-    ours = schedule_of(name, zero_terminal_snr=zero_terminal)
-    theirs = DDPMScheduler(
-        beta_schedule=THEIR_NAMES[name],
-        beta_start=ours.beta_start,
-        beta_end=ours.beta_end,
-        rescale_betas_zero_snr=zero_terminal,
-    )
-    assert torch.equal(ours.alpha_bar, theirs.alphas_cumprod)
+    return compute_alpha_bar(NoiseConfig(schedule=name, **betas, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["linear", "scaled_linear"])
@@ -43,14 +38,14 @@ def test_golden_noise_targets_and_weights(name: str) -> None:
         pytest.skip("golden data: set HALFSTEP_GOLDEN to the folder that holds them")
     golden = load_file(str(Path(GOLDEN) / "diffusers_tiny.safetensors"))
     gamma = json.loads((Path(GOLDEN) / "diffusers_tiny.json").read_text())["config"]["gamma"]
-    x0, eps, schedule = golden["in/x0"], golden["in/eps"], schedule_of(name)
-    signal, sigma = (table[golden["in/t"]] for table in schedule.compute_coefficients())
+    x0, eps, alpha_bar = golden["in/x0"], golden["in/eps"], alpha_bar_of(name)[golden["in/t"]]
+    signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
     found = {
         "x_t": add_noise(x0, eps, signal, sigma),
         "v": make_target("v", x0, eps, signal, sigma),
-        "snr": schedule.snr[golden["in/t"]],
-        "min_snr_eps": make_loss_weights(schedule, "eps", gamma)[golden["in/t"]],
-        "min_snr_v": make_loss_weights(schedule, "v", gamma)[golden["in/t"]],
+        "snr": compute_snr(alpha_bar),
+        "min_snr_eps": make_loss_weights(alpha_bar, "eps", gamma),
+        "min_snr_v": make_loss_weights(alpha_bar, "v", gamma),
     }
     for key, value in found.items():
         expected = golden[f"{name}/{key}"]
@@ -60,14 +55,14 @@ def test_golden_noise_targets_and_weights(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["linear", "scaled_linear", "cosine"])
 def test_half_latents_get_all_their_noise_at_the_first_ten_timesteps(name: str, dtype: torch.dtype) -> None:
-    schedule, t = schedule_of(name), torch.arange(10)
-    signal, sigma = (table[t] for table in schedule.compute_coefficients())
+    alpha_bar = alpha_bar_of(name)[:10]
+    signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
     x0 = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     noise = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = add_noise(x0, noise, signal, sigma)
         velocity = make_target("v", x0, noise, signal, sigma)
-    left, added = schedule.alpha_bar[t].double().sqrt(), (1 - schedule.alpha_bar[t].double()).sqrt()
+    left, added = alpha_bar.double().sqrt(), (1 - alpha_bar.double()).sqrt()
     shape = (-1, 1, 1, 1)
     exact = left.view(shape) * x0.double() + added.view(shape) * noise.double()
     assert found.dtype == velocity.dtype == torch.float32
@@ -76,9 +71,9 @@ def test_half_latents_get_all_their_noise_at_the_first_ten_timesteps(name: str, 
 
 
 def test_targets_say_the_same_in_three_ways() -> None:
-    schedule, t = NoiseSchedule(), T
-    signal, sigma = (table[t] for table in schedule.compute_coefficients())
-    x0, noise = torch.randn(2, len(t), 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    alpha_bar = alpha_bar_of("linear")[T]
+    signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+    x0, noise = torch.randn(2, len(T), 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
     x_t = add_noise(x0, noise, signal, sigma)
     a, b = (c.view(-1, 1, 1, 1) for c in (signal, sigma))
     velocity = make_target("v", x0, noise, signal, sigma)
@@ -89,16 +84,18 @@ def test_targets_say_the_same_in_three_ways() -> None:
 @pytest.mark.parametrize("target", ["eps", "v", "sample"])
 def test_min_snr_weighs_the_image_error_of_every_target_by_the_smaller_of_snr_and_gamma(target: str) -> None:
     """An error of eps is the image's times SNR, of v the image's times SNR + 1."""
-    schedule, gamma = NoiseSchedule(), 5.0
-    to_image = {"eps": schedule.snr, "v": schedule.snr + 1, "sample": 1.0}[target]
-    weights = make_loss_weights(schedule, target, gamma)  # type: ignore[arg-type]
-    torch.testing.assert_close(weights * to_image, schedule.snr.clamp(max=gamma), rtol=1e-5, atol=0)
-    assert torch.equal(make_loss_weights(schedule, target, None), torch.ones(1000))  # type: ignore[arg-type]
+    alpha_bar, gamma = alpha_bar_of("linear"), 5.0
+    snr = compute_snr(alpha_bar)
+    to_image = {"eps": snr, "v": snr + 1, "sample": 1.0}[target]
+    weights = make_loss_weights(alpha_bar, target, gamma)  # type: ignore[arg-type]
+    torch.testing.assert_close(weights * to_image, snr.clamp(max=gamma), rtol=1e-5, atol=0)
+    assert torch.equal(make_loss_weights(alpha_bar, target, None), torch.ones(1000))  # type: ignore[arg-type]
 
 
 def test_gamma_zero_and_eps_without_terminal_signal_are_refused() -> None:
-    with pytest.raises(ConfigError, match="gamma=0"):
-        make_loss_weights(NoiseSchedule(), "v", 0.0)
+    with pytest.raises(ConfigError, match="model.min_snr_gamma"):
+        load("diffusion", overrides=["model.min_snr_gamma=0"])
     with pytest.raises(ConfigError, match=r"model\.target=v"):
-        make_loss_weights(NoiseSchedule(zero_terminal_snr=True), "eps", 5.0)
-    assert torch.isfinite(make_loss_weights(NoiseSchedule(zero_terminal_snr=True), "v", 5.0)).all()
+        load("diffusion", overrides=["noise.zero_terminal_snr=true"])
+    alpha_bar = alpha_bar_of("linear", zero_terminal_snr=True)
+    assert torch.isfinite(make_loss_weights(alpha_bar, "v", 5.0)).all()

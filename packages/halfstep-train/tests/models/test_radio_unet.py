@@ -240,18 +240,6 @@ def test_every_parameter_gets_a_gradient() -> None:
     assert [name for name, parameter in unet.named_parameters() if parameter.grad is None] == []
 
 
-def test_maps_need_not_be_square() -> None:
-    drift, _ = tiny((8, 16))(torch.randn(1, 3, 8, 16), torch.tensor([0.5]), torch.randn(1, 3, 32, 64))
-    assert drift.shape == (1, 3, 8, 16)
-
-
-def test_the_two_decoders_share_nothing() -> None:
-    unet = tiny()
-    first, second = ({id(p) for p in decoder.parameters()} for decoder in unet.decoders)
-    assert first
-    assert not first & second
-
-
 @pytest.mark.parametrize("how", ["blocks", "pointwise"])
 def test_recomputing_changes_neither_gradients_nor_statistics(how: str) -> None:
     torch.manual_seed(0)

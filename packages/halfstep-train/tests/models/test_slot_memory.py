@@ -13,15 +13,13 @@ from halfstep import recompute
 from halfstep.hardware.memory import LiveBytes
 from halfstep.recompute import Recompute, set_recompute
 from halfstep_train.workloads.slots import dvae, slot_decoder
-from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords, WordsSize
-from halfstep_train.workloads.slots.steve import Steve, SteveSize
+from halfstep_train.workloads.slots.config import SteveModelConfig, WordsModelConfig
+from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords
+from halfstep_train.workloads.slots.steve import Steve
 
 SLOTS = SlotContrastSize(feature_dim=12, num_positions=16, num_slots=4, slot_dim=8, decoder_hidden=(32, 32))
-WORDS = WordsSize(image_size=16, word_side=4, vocabulary=24, dim=16, num_blocks=8, dropout=0.0)
-STEVE = SteveSize(
-    image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=8,
-    dropout=0.0,
-)  # fmt: skip
+WORDS = WordsModelConfig(word_side=4, vocabulary=24, words_dim=16, words_blocks=8, words_dropout=0.0)
+STEVE = SteveModelConfig(vocabulary=24, slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=8, dropout=0.0)
 Case = tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
 
@@ -44,7 +42,7 @@ def slotcontrast_words() -> Case:
         words = model.compute_word_losses(seen["slots"], video, 0.5, **noise, hard=False)
         return torch.stack([seen["error"], words["mse"], words["cross_entropy"]]).sum()
 
-    return SlotContrastWords(SLOTS, WORDS), loss
+    return SlotContrastWords(SLOTS, WORDS, 16), loss
 
 
 def steve() -> Case:
@@ -55,7 +53,7 @@ def steve() -> Case:
         seen = model(video, torch.tensor(0.5), soft_noise=keys(12), word_noise=keys(12, 1000), slot_draw=draw)
         return torch.stack([seen.mse, seen.cross_entropy]).sum()
 
-    return Steve(STEVE), loss
+    return Steve(STEVE, 16), loss
 
 
 def results(case: Callable[[], Case], how: Recompute, *, compiled: bool = False) -> list[Tensor]:

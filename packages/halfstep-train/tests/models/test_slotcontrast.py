@@ -14,7 +14,7 @@ from halfstep.precision.contexts import simulate
 from halfstep_train.models.weights import load_weights_
 from halfstep_train.workloads.slots.backbones import build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
-from halfstep_train.workloads.slots.slot_attention import Mlp, update_recurrently
+from halfstep_train.workloads.slots.slot_attention import update_recurrently
 from halfstep_train.workloads.slots.slot_decoder import SlotDecoder, choose_even_chunk
 from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
 
@@ -68,7 +68,7 @@ def test_features_equal_dinov2_of_transformers_at_the_tables_own_size() -> None:
 
 
 def in_names_of_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    renamed = {}
+    renamed = {"mask_token": torch.zeros(1, 32)}  # released files hold more than the encoder
     for name, value in state.items():
         name = name.replace("encoder.layers.encoder_layer_", "blocks.").replace("encoder.pos_embedding", "pos_embed")
         name = name.replace("class_token", "cls_token").replace("conv_proj", "patch_embed.proj")
@@ -77,15 +77,6 @@ def in_names_of_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
         name = name.replace("mlp.0", "mlp.fc1").replace("mlp.3", "mlp.fc2")
         renamed[name.replace("encoder.ln", "norm")] = value
     return renamed
-
-
-def test_the_official_names_load_with_what_they_hold_besides() -> None:
-    torch.manual_seed(0)
-    one, other = (build_dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32, grid=3) for _ in range(2))
-    file = in_names_of_timm(one.state_dict()) | {"mask_token": torch.zeros(1, 32)}
-    assert "blocks.0.attn.qkv.weight" in file
-    load_backbone_weights_(other, file, source="official")
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
 @pytest.mark.parametrize("named", [dict, in_names_of_timm])
@@ -99,15 +90,6 @@ def test_features_of_an_earlier_block_come_from_the_whole_file(named: Callable[.
     with torch.no_grad():
         whole(images)
         assert torch.equal(part.compute_tokens(images), seen[0])
-
-
-def test_a_file_of_another_architecture_is_named() -> None:
-    from halfstep.errors import ModelError
-
-    small, large = (build_dinov2("vit_small_patch14_dinov2", depth=depth, heads=2, dim=32, grid=2) for depth in (1, 2))
-    with pytest.raises(ModelError, match="vit.pth do not fit") as raised:
-        load_backbone_weights_(large, small.state_dict(), source="vit.pth")
-    assert "encoder_layer_1" in raised.value.why
 
 
 def decoder(**options: object) -> SlotDecoder:
@@ -141,18 +123,14 @@ def step(made: SlotDecoder, how: object, slots: Tensor, target: Tensor) -> list[
 @pytest.mark.parametrize("is_hooked", [False, True])
 def test_streaming_equals_the_whole_form_with_all_gradients(chunk: int, is_hooked: bool) -> None:
     made, slots, target = decoder(chunk=chunk), torch.randn(4, 3, 6), torch.randn(4, 9, 5)
+    calls: list[int] = []
     if is_hooked:
-        made.mlp.layers[0].register_forward_hook(lambda *_: None)  # then every layer is called
+        made.mlp.layers[2].register_forward_hook(lambda *_: calls.append(1))
     expected = step(made, lambda *inputs: plain(made, *inputs), slots, target)
+    calls.clear()
     for one, other in zip(step(made, made.compute_squared_error, slots, target), expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-5)
-
-
-def test_a_hook_on_a_layer_is_called_in_training() -> None:
-    made, calls = decoder(), []
-    made.mlp.layers[2].register_forward_hook(lambda *_: calls.append(1))
-    made.compute_squared_error(torch.randn(2, 3, 6), torch.randn(2, 9, 5))[0].backward()
-    assert calls
+    assert bool(calls) is is_hooked
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
@@ -227,24 +205,3 @@ def test_contrast_is_cross_entropy_against_the_identity() -> None:
     eye = torch.eye(15).expand(3, 15, 15)
     expected = F.cross_entropy(logits, eye)
     torch.testing.assert_close(slot_contrast(slots), expected)
-
-
-def test_a_residual_perceptron_adds_its_input() -> None:
-    mlp = Mlp(4, (8,), 4, layer_norm=True, residual=True)
-    x = torch.randn(2, 4)
-    torch.testing.assert_close(mlp(x), x + mlp.layers(x))
-
-
-def test_filters_count_the_nearest_colours_of_a_patch() -> None:
-    """Against the definition: a softmax over the squared distances to all 27 colours, averaged over a patch."""
-    from halfstep_train.workloads.slots.backbones import LEVELS, SHARPNESS, SPREAD, FilterBank
-
-    torch.manual_seed(0)
-    image = torch.rand(1, 3, 8, 12)
-    colours = torch.cartesian_prod(*[torch.tensor(LEVELS)] * 3)
-    distances = (image.movedim(1, -1).unsqueeze(-2) - colours).square().sum(-1)
-    shares = torch.softmax(-SHARPNESS * distances, dim=-1).unfold(1, 4, 4).unfold(2, 4, 4).mean((-1, -2))
-    expected = (shares - shares.mean((1, 2), keepdim=True)) / SPREAD
-    found = FilterBank(4)(image)
-    assert found.shape == (1, 6, FilterBank.dim)
-    torch.testing.assert_close(found[..., :27], expected.flatten(1, 2))

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from golden import assert_golden, golden, group
+from halfstep_train.workloads.slots.config import SteveModelConfig
 from halfstep_train.workloads.slots.dvae import DVae
-from halfstep_train.workloads.slots.steve import Steve, SteveSize
+from halfstep_train.workloads.slots.steve import Steve
 
-SIZE = SteveSize(image_size=32, vocabulary=32, num_slots=4, slot_dim=32, cnn_channels=16, dim=32, decoder_blocks=2)
+SIZE = SteveModelConfig(vocabulary=32, slots=4, slot_dim=32, cnn_channels=16, dim=32, decoder_blocks=2)
 Case = tuple[Steve, dict[str, Tensor], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def case() -> Case:
     tensors, facts = golden("steve_tiny")
-    model = Steve(SIZE).eval()
+    model = Steve(SIZE, 32).eval()
     state = group(tensors, "state/")
     model.load_state_dict({name: value for name, value in state.items() if not name.endswith("self_attn_mask")})
     return model, tensors, facts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from halfstep_train.workloads.diffusion.networks import ClassConditions, open_te
 from halfstep_train.workloads.diffusion.noise_schedule import (
     NUM_BUCKETS,
     NoiseDraws,
-    NoiseSchedule,
+    compute_alpha_bar,
     list_bucket_names,
     list_bucket_starts,
 )
@@ -85,11 +86,11 @@ def test_classes_and_captions_are_dropped_by_the_key(tmp_path: Path) -> None:
 class Oracle:
     """Knows the image: predicts the noise that is left in a state."""
 
-    def __init__(self, image: Tensor, schedule: NoiseSchedule, target: str) -> None:
-        self.image, self.schedule, self.target = image, schedule, target
+    def __init__(self, image: Tensor, alpha_bar: Tensor, target: str) -> None:
+        self.image, self.alpha_bar, self.target = image, alpha_bar, target
 
     def __call__(self, state: Tensor, timestep: Tensor) -> Tensor:
-        alpha = self.schedule.alpha_bar[int(timestep)]
+        alpha = self.alpha_bar[int(timestep)]
         eps = (state - alpha.sqrt() * self.image) / (1 - alpha).sqrt()
         found = {"eps": eps, "sample": self.image, "v": alpha.sqrt() * eps - (1 - alpha).sqrt() * self.image}
         return found[self.target]
@@ -99,26 +100,26 @@ class Oracle:
 @pytest.mark.parametrize("sampler", ["ddim", "dpm"])
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: str, name: str) -> None:
-    schedule = NoiseSchedule(name=name, num_steps=100, beta_end=0.1)  # type: ignore[arg-type]
+    config: Any = settings("diffusion", "x", noise__schedule=name, noise__beta_end=0.1, model__target=target).config
     image = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    scheduler = make_scheduler(sampler, schedule, target, clips=True)  # type: ignore[arg-type]
+    scheduler = make_scheduler(sampler, config, clips=True)  # type: ignore[arg-type]
     start = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    found, path = run_sampler(Oracle(image, schedule, target), scheduler, start, steps=10, kept=4)
+    found, path = run_sampler(
+        Oracle(image, compute_alpha_bar(config.noise), target), scheduler, start, steps=10, kept=4
+    )
     torch.testing.assert_close(found, image, rtol=0, atol=1e-3)
     assert torch.equal(path[0], start)
     errors = [float((state - image).square().mean()) for state in (*path, found)]
     assert errors == sorted(errors, reverse=True)
 
 
-def test_a_sampler_of_another_name_is_refused() -> None:
+def test_an_unknown_sampler_and_more_steps_than_timesteps_are_refused() -> None:
+    config: Any = settings("diffusion", "x").config
     with pytest.raises(ConfigError, match="'euler'") as refused:
-        make_scheduler("euler", NoiseSchedule(), "eps", clips=True)  # type: ignore[arg-type]
+        make_scheduler("euler", config, clips=True)  # type: ignore[arg-type]
     assert refused.value.fix == "ddim or dpm"
-
-
-def test_more_sampling_steps_than_timesteps_are_refused() -> None:
     with pytest.raises(ConfigError, match="101 sampling steps"):
-        check_steps(101, NoiseSchedule(num_steps=100))
+        check_steps(101, config)
 
 
 # --- scores ---

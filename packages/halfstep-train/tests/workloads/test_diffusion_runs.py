@@ -18,11 +18,10 @@ from torch import Tensor
 from data.latents import replace_latents
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.disk import name_hidden
-from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
+from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted
 from halfstep_train.cli.train import load_config
 from halfstep_train.config.dump import to_yaml
 from halfstep_train.data.cache_file import open_cache
-from halfstep_train.models.posterior import split_moments
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
@@ -31,7 +30,7 @@ from halfstep_train.workloads import load
 from halfstep_train.workloads.base.latent_store import LATENTS
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.diffusion import build as building
-from halfstep_train.workloads.diffusion.diffusers_nets import DiffusersCodec, open_net
+from halfstep_train.workloads.diffusion.diffusers_nets import open_net
 from halfstep_train.workloads.diffusion.evaluate import DiffusionEvaluation
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
@@ -171,58 +170,6 @@ def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_p
     assert set(plain.frozen) == {"vae"}
 
 
-# --- what is broken is skipped ---
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, step: int, change: Any) -> None:
-    """`change` the images of one step."""
-    original = building.scale_images
-
-    def images(batch: Any, *, key: tuple[int, ...], flip: float) -> Tensor:
-        found = original(batch, key=key, flip=flip)
-        return change(found) if len(key) > 1 and key[1] == step else found
-
-    monkeypatch.setattr(building, "scale_images", images)
-
-
-def with_nan(image: Tensor) -> Tensor:
-    image = image.clone()
-    image[0, 0, 0, 0] = torch.nan
-    return image
-
-
-def steps_of(run: Path) -> dict[int, dict[str, Tensor]]:
-    from halfstep_train.run.checkpoint import load
-
-    return {int(path.name.split("-")[1]): load(path).model for path in (run / "checkpoints").glob("step-*")}
-
-
-EACH_STEP = {"train__checkpoint_every": 1, "train__checkpoints_total_limit": 0, "train__max_steps": 4}
-
-
-def test_a_nan_pixel_costs_one_step_and_changes_nothing(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clean = steps_of(train(settings("diffusion", data, **EACH_STEP), out=tmp_path / "clean"))
-    planted(monkeypatch, 2, with_nan)
-    run = train(settings("diffusion", data, **EACH_STEP), out=tmp_path / "nan")
-    found = steps_of(run)
-    assert_same_bits(found[2], clean[2])
-    assert_same_bits(found[3], found[2])
-    assert not torch.equal(found[4]["conv_out.weight"], found[3]["conv_out.weight"])
-    assert any("not finite" in str(line) or "nan" in str(line).lower() for line in stored_lines(run))
-
-
-def test_latents_without_variance_are_trained_on(
-    data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        DiffusersCodec, "encode", lambda self, vae, image: split_moments(torch.full((len(image), 4, 4, 4), -1e9))
-    )
-    found = last(train(settings("diffusion", data, model__vae=vae, model__target="v"), out=tmp_path / "run"))
-    assert np.isfinite(found["loss"])
-
-
 # --- samples ---
 
 
@@ -307,7 +254,7 @@ def test_exported_pixels_open_in_a_pipeline_and_here(data: Path, vae: str, tmp_p
     wish = {"model__weights": str(run / "model"), "train__max_steps": 1, "optimizer__lr": 1e-12}
     again = train(settings("diffusion", data, **wish), out=tmp_path / "again")
     torch.testing.assert_close(newest(again).model["conv_in.weight"], newest(run).ema["conv_in.weight"])
-    refused("3 channels, latents of the VAE have 2", data, model__weights=str(run / "model"), model__vae=vae)
+    refused("in_channels=3, not 2", data, model__weights=str(run / "model"), model__vae=vae)
 
 
 def test_exported_latent_and_text_models_open_in_pipelines(data: Path, vae: str, text: str, tmp_path: Path) -> None:
@@ -378,27 +325,10 @@ def refused(match: str, data: Path, kind: type[Exception] = ConfigError, **wish:
         building.build(settings("diffusion", data, **wish).config)  # type: ignore[arg-type]
 
 
-def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, text: str, tmp_path: Path) -> None:
-    refused("9 pixels cannot be halved", data, data__image_size=9)
-    refused(
-        r"8 pixels cannot be halved 4 times[\s\S]*data.image_size=16",
-        data,
-        model__vae=vae,
-        model__channels=[8, 8, 8, 8],
-    )
-    refused("0 would make every weight", data, model__min_snr_gamma=0)
+def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str) -> None:
+    levels = {"model__vae": vae, "model__channels": [8, 8, 8, 8]}
+    refused(r"8 pixels cannot be halved 4 times[\s\S]*data.image_size=16", data, **levels)
     refused(r"beta_start=0\.6 is above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
-    refused("the last timestep is pure noise", data, noise__zero_terminal_snr=True)
     refused("belong together", data, model__conditioning="text")
     refused("needs a VAE: model.vae=DIR", data, data__cache="latents")
-    refused("halfstep downloads nothing", data, ModelError, model__vae="runwayml/stable-diffusion")
     refused("30 sampling steps", data, sample__steps=30)
-    (tmp_path / "classes.txt").write_text("disc\n")
-    refused("does not match the classes", data, DataError, model__conditioning="class",
-            data__class_file=str(tmp_path / "classes.txt"))  # fmt: skip
-    lonely = tmp_path / "lonely"
-    lonely.mkdir()
-    Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(lonely / "1.png")
-    refused("1 image", lonely, DataError)
-    broken = str(vae_folder(tmp_path / "hot", scale=1e6))
-    refused("overflows", data, model__vae=broken, precision__modules={"vae": "fp16"})

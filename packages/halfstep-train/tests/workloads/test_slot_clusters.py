@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep_train.workloads import build, load
-from halfstep_train.workloads.slots.clusters import On, add_coordinates, run_k_means, score_k_means, score_untrained
+from halfstep_train.workloads.slots.clusters import On, run_k_means, score_k_means, score_untrained
 from halfstep_train.workloads.slots.demo import write_shard
 
 
@@ -20,13 +20,6 @@ def test_far_apart_points_are_told_apart() -> None:
     labels = run_k_means(points, 3, generator).view(3, 20)
     assert all(len(group.unique()) == 1 for group in labels)
     assert len(labels.unique()) == 3
-
-
-def test_coordinates_tell_equal_looks_apart() -> None:
-    points = torch.tensor([1.0, -1.0]).repeat(8).view(1, 16, 1)
-    rows = add_coordinates(points).view(4, 4, 3)
-    assert not torch.equal(rows[0, 0], rows[0, 2])
-    assert torch.equal(rows[0, 0, 1:], -rows[3, 3, 1:])
 
 
 @pytest.mark.parametrize("on", ["features", "pixels"])

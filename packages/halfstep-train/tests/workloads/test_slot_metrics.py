@@ -104,28 +104,12 @@ def test_background_can_be_an_object() -> None:
     assert without.compute()["mbo"] == pytest.approx(1 / 2)
 
 
-def test_counting_goes_on_from_a_stored_state() -> None:
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randint(3, (2, 1, 2, 6, 6), generator=generator) for _ in range(2)]
-    whole, first, second = SlotMetrics(), SlotMetrics(), SlotMetrics()
-    for true, slots in parts:
-        whole.add_labels(true, slots, 3)
-    first.add_labels(*parts[0], 3)
-    second.load_state_dict(first.state_dict())
-    second.add_labels(*parts[1], 3)
-    assert second.compute() == whole.compute()
-
-
-def test_masks_of_a_long_video_are_resized_some_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soft_masks_are_resized_some_frames_at_a_time_before_the_largest_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     masks = torch.rand(2, 5, 3, 16, generator=torch.Generator().manual_seed(0)).softmax(2)
+    assert (label_pixels(masks, (4, 4)).flatten(2) == masks.argmax(2)).all()
     whole = label_pixels(masks, (7, 9))
+    assert whole.shape == (2, 5, 7, 9)
     monkeypatch.setattr(slot_metrics, "RESIZED", 2 * 3 * 7 * 9)
     assert torch.equal(label_pixels(masks, (7, 9)), whole)
-
-
-def test_soft_masks_are_resized_before_the_largest_is_taken() -> None:
-    masks = torch.rand(1, 1, 3, 16, generator=torch.Generator().manual_seed(0)).softmax(2)
-    labels = label_pixels(masks, (40, 40))
-    assert labels.shape == (1, 1, 40, 40)
-    small = label_pixels(masks, (4, 4))
-    assert (small.flatten() == masks[0, 0].argmax(0)).all()

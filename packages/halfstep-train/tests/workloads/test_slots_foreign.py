@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from halfstep.errors import ConfigError
+from halfstep_train.config.foreign import Foreign, resolve_document
 from halfstep_train.config.load import Loaded
 from halfstep_train.workloads import build, load
-from halfstep_train.workloads.slots.config import SlotContrastConfig, VideoDataConfig
+from halfstep_train.workloads.slots.config import SlotContrastConfig
 from halfstep_train.workloads.slots.demo import write_demo
+from halfstep_train.workloads.slots.foreign import translate_config
 
 THEIRS = textwrap.dedent("""\
     experiment_name: mine
@@ -118,39 +122,23 @@ def test_a_file_of_theirs_is_our_run(written: Path) -> None:
     assert "--use-optimizations: bf16 is asked for, so TF32 stays off" in said
 
 
-def test_it_builds_on_shards(written: Path, tmp_path: Path) -> None:
-    write_demo(tmp_path / "data", num_train=4, num_val=2, frames=6, side=16, per_shard=2)
-    built = build(load(str(written), flags={"data_dir": str(tmp_path / "data")}).config)
-    assert (len(built.train_samples), len(built.val_samples)) == (4, 2)
-    assert built.metric == "fg_ari"
-
-
-def test_without_a_data_folder_generated_clips_take_the_place_of_its_shards(written: Path, tmp_path: Path) -> None:
+def test_without_a_data_folder_the_shards_are_not_read(written: Path, tmp_path: Path) -> None:
     written.write_text(THEIRS.replace("demo-", "movi_e/movi_e-"))
     loaded = load(str(written))
     assert config_of(loaded).data.train_shards == ""
     said = next(line for line in loaded.warnings if "data.train_shards" in line)
     assert "data.val_shards" in said
     assert "--data-dir" in said
-    write_demo(tmp_path / "data", num_train=4, num_val=2, frames=6, side=16, per_shard=2)
-    built = build(config_of(loaded).model_copy(update={"data": with_folder(loaded, tmp_path / "data")}))
-    assert (len(built.train_samples), len(built.val_samples)) == (4, 2)
     told = load(str(written), flags={"data_dir": str(tmp_path / "data")})
     assert config_of(told).data.train_shards == "movi_e/movi_e-train-{000000..000001}.tar"
     assert not any("data.train_shards" in line for line in told.warnings)
 
 
-def with_folder(loaded: Loaded, folder: Path) -> VideoDataConfig:
-    return config_of(loaded).data.model_copy(update={"dir": str(folder)})
-
-
 def test_a_key_nobody_knows_is_named(written: Path) -> None:
     written.write_text(THEIRS.replace("  input_type: video\n", "  input_type: video\n  brand_new: 3\n"))
     assert any("model.brand_new is not used" in note for note in load(str(written)).notes)
-    written.write_text(THEIRS.replace("ignore_background: true", "ignore_background: true, ignore_overlaps: true"))
-    assert any("ari.ignore_overlaps is not used" in note for note in load(str(written)).notes)
     written.write_text(THEIRS.replace("pred_key: decoder_masks_hard", "pred_key: grouping_masks_hard"))
-    assert any("ari.pred_key is not used: the decoder's masks" in note for note in load(str(written)).notes)
+    assert any("val_metrics.ari.pred_key" in note and "not used" in note for note in load(str(written)).notes)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +172,7 @@ def test_a_run_that_ends_within_its_warmup_needs_no_decay(written: Path) -> None
     """As upstream, where a few steps of a long run's file are tried."""
     config = config_of(load(str(written), overrides=["trainer.max_steps=6"]))
     assert (config.train.max_steps, config.schedule.warmup_steps) == (6, 100)
-    with pytest.raises(ConfigError, match="150 decay_steps end within 200 warmup_steps"):
+    with pytest.raises(ConfigError, match="150 decay_steps, 200 warmup_steps"):
         load(
             str(written),
             overrides=["optimizer.lr_scheduler.warmup_steps=200", "optimizer.lr_scheduler.decay_steps=150"],
@@ -211,6 +199,7 @@ def test_parameter_groups_are_ours(written: Path, tmp_path: Path) -> None:
     loaded = load(str(written))
     write_demo(tmp_path / "data", num_train=4, num_val=2, frames=6, side=16, per_shard=2)
     built = build(load(str(written), flags={"data_dir": str(tmp_path / "data")}).config)
+    assert (len(built.train_samples), len(built.val_samples), built.metric) == (4, 2, "fg_ari")
     assert [group.modules for group in built.groups] == [("encoder",), ("processor", "decoder")]
     assert built.groups[0].lr == 0.001
     assert built.groups[1].schedule["name"] == "constant"
@@ -260,3 +249,69 @@ def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
     assert not place.parent.exists()
     with pytest.raises(ConfigError, match="--log-dir"), choose_new_folder(tmp_path, tmp_path, dry=False, name=""):
         pass
+
+
+# --- the fork's words ---
+
+WITH_WORDS: dict[str, Any] = {
+    "use_dvae": True,
+    "use_steve_decoder": True,
+    "gumbel_start_temp": 0.9,
+    "gumbel_final_temp": 0.2,
+    "gumbel_anneal_steps": 777,
+    "losses": {
+        "features": {"name": "MSELoss"},
+        "pixels": {"name": "DVAEReconstructionLoss", "normalize": True, "reduction": "sum"},
+        "words": {"name": "STEVECrossEntropyLoss", "reduction": "mean"},
+    },
+    "loss_weights": {"features": 1.0, "pixels": 0.5, "words": 2.0},
+    "dvae": {"vocab_size": 512, "img_channels": 3, "use_checkpoint": True},
+    "steve_decoder": {
+        "vocab_size": 512, "d_model": 64, "num_decoder_blocks": 3, "num_decoder_heads": 4, "dropout": 0.2,
+        "image_size": 28,
+    },
+}  # fmt: skip
+
+
+def translate_words(path: str = "", value: Any = None) -> Foreign:
+    """Translate the file with words in its model; `path` below `model` gets another value."""
+    document = resolve_document(yaml.safe_load(THEIRS))
+    document["model"] |= copy.deepcopy(WITH_WORDS)
+    section = document["model"]
+    *parents, name = path.split(".")
+    for parent in parents:
+        section = section[parent]
+    if name:
+        section[name] = value
+    found = translate_config(document, "words.yaml")
+    assert found is not None
+    return found
+
+
+def test_sizes_temperatures_and_losses_of_words_become_our_settings() -> None:
+    found = translate_words()
+    assert found.workload == "slotcontrast_steve"
+    expected = {
+        "vocabulary": 512, "dvae_checkpointing": True, "words_dim": 64, "words_blocks": 3,
+        "words_dropout": 0.2, "tau": [0.9, 0.2, 777], "dvae_weight": 0.5,
+        "dvae_loss": "sum", "words_weight": 2.0, "words_loss": "mean", "contrast_weight": 0.0,
+    }  # fmt: skip
+    assert {key: found.values[f"model.{key}"] for key in expected} == expected
+    assert not [key for key in found.unused if key.startswith(("model.dvae", "model.steve", "model.gumbel"))]
+    assert translate_words("use_steve_decoder", False).values["model.words_blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("use_dvae", False, "use_steve_decoder is on"),
+        ("steve_decoder.vocab_size", 4096, "the VAE has 512 tokens"),
+        ("steve_decoder.image_size", 224, "frames have 28 pixels"),
+        ("dvae.img_channels", 1, "img_channels is 1"),
+        ("losses.pixels.normalize", False, "model.losses.pixels"),
+        ("losses.words.reduction", "none", "model.losses.words"),
+    ],
+)
+def test_words_that_would_train_another_model_are_refused(path: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        translate_words(path, value)

@@ -117,7 +117,7 @@ def assert_is_used(run: Path, demo: Path, out: Path) -> None:
     write_demo(other, num_train=2, num_val=0, frames=4, side=16, seed=7)
     assert evaluate(run, data=other, report=RunReport(run, quiet=True)).samples == 2
     samples = sorted(path.name for path in (run / "report" / "samples").rglob("*.png"))
-    assert samples == ["clip_0.png", "frames_vae_slots.png"]
+    assert samples == ["clip_0.png", "clip_1.png", "frames_vae_slots.png"]
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(steve: Trainer, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_words_depend_on_slots_and_on_nothing_that_comes_after_them(demo: Path) 
         changed[0, position] = 7
         after = model.steve_decoder(changed, slots)
         assert torch.equal(after[:, : position + 1], before[:, : position + 1])
+        assert position == 3 or not torch.equal(after[:, position + 1 :], before[:, position + 1 :])
     assert not torch.equal(model.steve_decoder(words, slots + 1), before)
 
 
@@ -119,13 +120,3 @@ def test_without_blocks_there_is_a_vae_and_no_decoder(demo: Path) -> None:
     outputs, _ = first_outputs(built(demo, **{"model.words_blocks": 0}))
     assert "mse" in outputs
     assert "cross_entropy" not in outputs
-
-
-def test_recomputing_the_vae_changes_no_gradient(demo: Path) -> None:
-    def gradients(recomputes: bool) -> dict[str, torch.Tensor]:
-        workload = built(demo, **{"model.dvae_checkpointing": recomputes, "model.words_dropout": 0.0})
-        loss, _ = workload.compute_loss(*first_outputs(workload))
-        loss.backward()
-        return {name: weight.grad for name, weight in workload.model.named_parameters() if weight.grad is not None}
-
-    torch.testing.assert_close(gradients(True), gradients(False))

@@ -33,7 +33,7 @@ from halfstep_train.workloads.diffusion.networks import (
     open_parts,
     open_text,
 )
-from halfstep_train.workloads.diffusion.noise_schedule import NoiseDraws, add_noise, make_schedule, make_target
+from halfstep_train.workloads.diffusion.noise_schedule import NoiseDraws, add_noise, make_target
 from halfstep_train.workloads.diffusion.sampling import ImageSampler, check_steps
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep_train.workloads.diffusion.weights_settings import AdoptedSettings, adopt_settings
@@ -50,7 +50,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     U-Net."""
     adopted = adopt_settings(config) if store is None else AdoptedSettings(config=config)
     config = adopted.config
-    check_steps(config.sample.steps, make_schedule(config))
+    check_steps(config.sample.steps, config)
     data = open_diffusion_data(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
     check_same_classes(classes, data.classes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from halfstep_train.config.schema import (
     BuiltModelConfig,
@@ -147,7 +147,7 @@ class DiffusionModelConfig(UNetSize):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout in ResNet blocks")
     target: Literal["eps", "v", "sample"] = Field(default="eps", description="What the U-Net predicts")
     min_snr_gamma: Positive | None = Field(
-        default=None, description="Min-SNR loss weights (5 is usual); null: equal weights"
+        default=None, description="Min-SNR loss weights (5 is usual; 0 would make the loss 0); null: equal weights"
     )
     conditioning: Conditioning = Field(default="none", description="What the U-Net is conditioned on")
     drop_condition: Fraction = Field(
@@ -160,13 +160,6 @@ class DiffusionModelConfig(UNetSize):
     text_encoder: FilePath = Field(
         default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
     )
-
-    @field_validator("min_snr_gamma", mode="before")
-    @classmethod
-    def refuse_zero_gamma(cls, value: object) -> object:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
-            raise ValueError("0 would make every weight, and so the loss, 0; null disables the weights")
-        return value
 
     @model_validator(mode="after")
     def check_text_encoder(self) -> Self:

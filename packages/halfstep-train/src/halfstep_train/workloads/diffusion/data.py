@@ -8,8 +8,8 @@ DIR/<class>/*, DIR/train/<class>/*        classes (data/image_folder.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,39 +60,32 @@ class DiffusionData:
 
 def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = "none") -> DiffusionData:
     """Find the images of the data folder and check every file."""
-    if config.dir is None:
-        raise DataError("no data folder", fix="--data-dir DIR")
     bad_files = BadFiles(config.on_bad_file)
-    found = _find_images(config, conditioning)
-    images = check_images(found.images, bad_files=bad_files)
-    captions = tuple(tuple(found.captions.get(path, "") for path in part.paths) for part in (images.train, images.val))
+    root = require_folder(config.dir)
+    train, val, *_ = (*config.folders, "", "")
+    label_column = config.label_column if isinstance(config, DiffusionDataConfig) else ""
+    layout = FolderLayout(train=train, val=val, val_fraction=config.val_fraction, label_column=label_column)
+    texts: dict[Path, str] = {}
+    notes: tuple[str, ...] = ()
+    if conditioning == "none":
+        found = find_pictures(root, layout)
+    else:
+        assert isinstance(config, DiffusionDataConfig)
+        if conditioning == "class":
+            found = find_classes(root, layout, Path(config.class_file) if config.class_file else None)
+        else:
+            found, texts, notes = find_captioned_images(root, layout, config.text_column)
+    images = check_images(found, bad_files=bad_files)
+    captions = tuple(tuple(texts.get(path, "") for path in part.paths) for part in (images.train, images.val))
     return DiffusionData(
         root=images.root,
         train=images.train,
         val=images.val,
         classes=images.classes if conditioning == "class" else (),
         captions=(captions[0], captions[1]),
-        notes=(*found.notes, *bad_files.notes),
+        notes=(*notes, *bad_files.notes),
         about=(("validation", images.val_source),),
     )
-
-
-def _find_images(config: ImageFolderConfig, conditioning: Conditioning) -> CaptionedFolder:
-    """Find images with what the model is conditioned on: nothing, classes or captions."""
-    root = Path(config.dir or "")
-    train, val, *_ = (*config.folders, "", "")
-    layout = FolderLayout(
-        train=train,
-        val=val,
-        val_fraction=config.val_fraction,
-        label_column=getattr(config, "label_column", ""),
-    )
-    if conditioning == "none":
-        return find_pictures(root, layout)
-    assert isinstance(config, DiffusionDataConfig)
-    if conditioning == "class":
-        return find_classes(root, layout, Path(config.class_file) if config.class_file else None)
-    return find_captioned_images(root, layout, config.text_column)
 
 
 def make_square_samples(listing: Listing, size: int) -> EvaluationFiles:
@@ -126,28 +119,19 @@ FEWEST = 2
 """Smallest number of images: one to train on, one to validate with."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptionedFolder:
-    """Images and their captions."""
-
-    images: ImageFolder
-    captions: Mapping[Path, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
+def find_pictures(root: Path, layout: FolderLayout) -> ImageFolder:
     """Return all images below a data folder, split into training and validation."""
-    require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
         [path for folder in folders for path in list_image_files(folder)] for folders in (train_folders, val_folders)
     )
-    return CaptionedFolder(images=_divide(root, train, val, layout, divided=bool(val_folders)))
+    return _divide(root, train, val, layout, divided=bool(val_folders))
 
 
-def find_captioned_images(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
-    """Return the images that have a caption in a metadata table."""
-    require_folder(root)
+def find_captioned_images(
+    root: Path, layout: FolderLayout, column: str
+) -> tuple[ImageFolder, dict[Path, str], tuple[str, ...]]:
+    """Return the images that have a caption in a metadata table, their captions, and notes for the user."""
     train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
         {path: text for folder in folders for path, text in read_captions(folder, root, column).items()}
@@ -158,10 +142,10 @@ def find_captioned_images(root: Path, layout: FolderLayout, column: str) -> Capt
     images = _divide(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
     num_bare = sum(len(list_image_files(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
     notes = (f"left out: {format_count(num_bare, 'image')} without a caption",) if num_bare > 0 else ()
-    return CaptionedFolder(images=images, captions=train | val, notes=notes)
+    return images, train | val, notes
 
 
-def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> CaptionedFolder:
+def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> ImageFolder:
     """Return the images of class folders or of a label table; an optional file assigns a number to each class.
 
     A column called `text` is not a class column unless the config names it.
@@ -170,7 +154,7 @@ def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> C
     if class_file is not None:
         images = _renumber(images, read_class_names(class_file), class_file)
     _refuse_few(root, len(images.train) + len(images.val))
-    return CaptionedFolder(images=images)
+    return images
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:
@@ -191,14 +175,10 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 
 def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageFolder:
     """Number the classes in the order of `names`."""
-    if set(names) != set(images.classes):
-        missing = [name for name in images.classes if name not in names]
-        extra = [name for name in names if name not in images.classes]
-        parts = [f"it lacks {list_some(missing)}"] if missing else []
-        parts += [f"there are no images of {list_some(extra)}"] if extra else []
+    if different := sorted(set(names) ^ set(images.classes)):
         raise DataError(
             f"{source} does not match the classes of {images.root}",
-            why="; ".join(parts),
+            why=f"only one of them has {list_some(different)}",
             fix="write one line per class folder",
         )
     number = {name: k for k, name in enumerate(names)}

@@ -114,19 +114,10 @@ def find_net_folder(folder: str, part: str, setting: str) -> Path:
         if (path / "config.json").is_file():
             return path
     raise ModelError(
-        f"{setting}={folder}: {_explain_missing(root, part)}",
-        why="it must be a local folder; halfstep downloads nothing",
+        f"{setting}={folder}: neither it nor {part}/ in it is a local folder with a config.json",
+        why="halfstep downloads nothing",
         fix="give a folder that save_pretrained wrote, or model/ of a run",
     )
-
-
-def _explain_missing(root: Path, part: str) -> str:
-    if not root.is_dir():
-        return "it is a file" if root.exists() else "there is no such folder"
-    if (root / "model_index.json").is_file():
-        held = sorted(path.parent.name for path in root.glob("*/config.json"))
-        return f"it is a pipeline without {part}/: it has {', '.join(held) or 'no networks'}"
-    return f"neither it nor {part}/ in it holds a config.json"
 
 
 def open_net(folder: Path, expected: Sequence[str]) -> Net:
@@ -207,14 +198,10 @@ def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> No
     if side % step or side < step:
         near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
         raise ConfigError(
-            f"images of {side} pixels cannot be halved {_format_times(num_halvings)}",
+            f"images of {side} pixels cannot be halved {format_count(num_halvings, 'time')}",
             why=f"{halved_by} once per level but the last, so their side must be a multiple of {step}",
             fix=f"{setting}={' or '.join(map(str, near))}, or fewer model.channels",
         )
-
-
-def _format_times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 def count_halvings(net_config: Mapping[str, Any]) -> int:

@@ -61,13 +61,11 @@ class DiffusionEvaluation(PlainEvaluation):
         file = folder_of_process / f"{uuid.uuid4().hex}.safetensors"
         return found.replace(data={"cache": config.data.cache, "cache_file": str(file), "flip": 0.0})
 
+    metrics: DenoisingMetrics
+
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        self.distances: dict[str, float] = {}
         self.sheet: Mapping[str, Array] = {}
-        plain = workload.metrics()
-        assert isinstance(plain, DenoisingMetrics)
-        self.metrics = WithDistances(plain.num_steps, self.distances)
 
     def score_with_options(
         self,
@@ -85,7 +83,7 @@ class DiffusionEvaluation(PlainEvaluation):
             features = open_features(Path(options["features"]), trained.device)
             num = int(options["num"] or len(self.workload.val_samples))
             with phase("Sampling", num) as bar:
-                self.distances |= self._compute_distances(sampler, config, trained, features, num, seed, bar)
+                self.metrics.more = self._compute_distances(sampler, config, trained, features, num, seed, bar)
         with trained.inference():
             self.sheet = sampler.draw_sheet(trained.model, Key.for_sampling(seed))
         return None
@@ -130,17 +128,6 @@ class DiffusionEvaluation(PlainEvaluation):
             for _ in range(len(made[-1])):
                 bar.advance()
         return measure_distances(real, torch.cat(made), features, trained.device, size)
-
-
-class WithDistances(DenoisingMetrics):
-    """Validation metrics, extended by distances that are computed separately."""
-
-    def __init__(self, num_steps: int, distances: Mapping[str, float]) -> None:
-        super().__init__(num_steps)
-        self._distances = distances
-
-    def compute(self) -> dict[str, float]:
-        return super().compute() | dict(self._distances)
 
 
 def load_real_pictures(workload: Workload, sampler: ImageSampler, device: torch.device) -> Tensor:

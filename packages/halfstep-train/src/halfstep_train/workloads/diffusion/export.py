@@ -33,8 +33,7 @@ from halfstep_train.workloads.diffusion.networks import (
     open_parts,
     silence_transformers,
 )
-from halfstep_train.workloads.diffusion.noise_schedule import make_schedule
-from halfstep_train.workloads.diffusion.sampling import make_scheduler_config
+from halfstep_train.workloads.diffusion.noise_schedule import make_scheduler_config
 
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 MEASURED_IMAGES = 512
@@ -46,7 +45,7 @@ def export(
 ) -> None:
     """Export the U-Net as a pipeline with everything that sampling needs."""
     parts = open_parts(config, tuple(store["classes"]))
-    shared = make_scheduler_config(make_schedule(config), config.model.target)
+    shared = make_scheduler_config(config.noise, config.model.target)
     with silence_transformers():
         _save_pipeline(folder, _make_bare_net(store["unet"], weights), parts, shared)
 

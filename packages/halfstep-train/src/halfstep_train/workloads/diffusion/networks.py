@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, format_count, suggest_install
+from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, suggest_install
 from halfstep.islands import fp32_island
 from halfstep_train.data import noise
 from halfstep_train.data.files import list_some
@@ -88,7 +88,20 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
-        model = build_net(make_new_unet_config(config, parts.shape, parts.conditions))
+        size = config.model
+        model = build_net(
+            make_unet_config(
+                sample_size=parts.shape[1],
+                sample_channels=parts.shape[0],
+                channels=size.channels,
+                layers=size.layers,
+                attention=size.attention,
+                attention_head_dim=size.attention_head_dim,
+                dropout=size.dropout,
+                num_classes=parts.conditions.num_classes,
+                text_dim=parts.conditions.text_dim,
+            )
+        )
     vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
     halved_by = "VAE and U-Net halve them" if vae_halvings else "the U-Net halves them"
     check_side(config.data.image_size, vae_halvings + count_halvings(model.config), halved_by, "data.image_size")
@@ -96,69 +109,27 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
     return model
 
 
-def make_new_unet_config(
-    config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions
-) -> dict[str, Any]:
-    """Return the diffusers config of a new U-Net."""
-    size = config.model
-    return make_unet_config(
-        sample_size=shape[1],
-        sample_channels=shape[0],
-        channels=size.channels,
-        layers=size.layers,
-        attention=size.attention,
-        attention_head_dim=size.attention_head_dim,
-        dropout=size.dropout,
-        num_classes=conditions.num_classes,
-        text_dim=conditions.text_dim,
-    )
-
-
 def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> None:
     """Refuse a loaded U-Net that was made for other samples or conditions."""
-    source, found = config.model.weights, model.config
     channels, conditions = parts.shape[0], parts.conditions
-    if int(found.in_channels) != channels:
-        takes_more = found.in_channels > found.out_channels
+    expected = {
+        "in_channels": channels,
+        "out_channels": channels,
+        "cross_attention_dim": conditions.text_dim,
+        "num_class_embeds": conditions.num_classes,
+        **dict.fromkeys(MORE_CONDITIONS, 0),
+    }
+    found = {name: model.config.get(name) or 0 for name in expected}
+    if differences := [
+        f"{name}={found[name]}, not {value}" for name, value in expected.items() if found[name] != value
+    ]:
+        samples = "images" if parts.vae is None else "latents of the VAE"
         raise ConfigError(
-            f"the U-Net of {source} takes {format_count(int(found.in_channels), 'channel')}, "
-            f"{'images' if parts.vae is None else 'latents of the VAE'} have {channels}",
-            why="additional input channels, such as a mask for inpainting, are not supported"
-            if takes_more
-            else "a latent model needs the VAE it was trained with",
-            fix="use another model.weights" if takes_more else "its VAE: model.vae=DIR, or another model.weights",
-        )
-    if int(found.out_channels) != channels:
-        raise ConfigError(
-            f"the U-Net of {source} gives {found.out_channels} channels for {channels}",
-            why="a learned variance is not supported",
-            fix="use another model.weights",
-        )
-    if more := [name for name in MORE_CONDITIONS if found.get(name)]:
-        raise ConfigError(
-            f"the U-Net of {source} has conditions other than text or a class: {more[0]}={found[more[0]]}",
-            why="image sizes, pooled text embeddings and similar conditions of SDXL are not supported",
-            fix="use another model.weights",
-        )
-    if (found.get("cross_attention_dim") or 0) != conditions.text_dim and isinstance(conditions, TextConditions):
-        raise ConfigError(
-            f"the U-Net of {source} expects {found.get('cross_attention_dim')} text channels per token, the encoder "
-            f"gives {conditions.text_dim}",
-            fix="use the text encoder it was trained with",
-        )
-    if type(model).__name__ == TEXT_UNET and not isinstance(conditions, TextConditions):
-        raise ConfigError(
-            f"the U-Net of {source} is conditioned on text", fix="model.conditioning=text model.text_encoder=DIR"
-        )
-    if (found.get("num_class_embeds") or 0) != conditions.num_classes:
-        raise ConfigError(
-            f"the U-Net of {source} has {found.get('num_class_embeds') or 0} class embeddings, this run needs "
-            f"{conditions.num_classes}: one per class, and one for no class"
-            if conditions.num_classes
-            else f"the U-Net of {source} is conditioned on classes",
-            fix="use data with its classes, or leave model.weights out"
-            if conditions.num_classes
-            else "model.conditioning=class",
+            f"the U-Net of {config.model.weights} does not fit this run: {'; '.join(differences)}",
+            why=f"{samples} have {channels} channels; the only conditions are text, and a class "
+            "(num_class_embeds: classes + 1)",
+            fix="give it the VAE (model.vae), text encoder (model.text_encoder) or classes (model.conditioning=class) "
+            "that it was trained with, or use another model.weights",
         )
 
 

@@ -23,7 +23,7 @@ from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.data import to_bytes
 from halfstep_train.workloads.diffusion.diffusers_nets import decode_scaled, import_diffusers_class, scale_latents
 from halfstep_train.workloads.diffusion.networks import Conditions, DiffusionParts
-from halfstep_train.workloads.diffusion.noise_schedule import NoiseSchedule, Target, make_schedule
+from halfstep_train.workloads.diffusion.noise_schedule import make_scheduler_config
 
 PATH_IMAGES, PATH_STATES = 4, 8
 """Samples, and intermediate states of each, in a picture of the sampling path."""
@@ -35,7 +35,7 @@ class ImageSampler:
     """Samples images with a U-Net, its conditions and its VAE."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any]) -> None:
-        self.config, self.parts, self.schedule = config, parts, make_schedule(config)
+        self.config, self.parts = config, parts
         self._form = str(store.get("vae_format", ""))
         """Format of a VAE that is not a frozen module because latents are cached; it is moved to the device only to
         decode."""
@@ -58,11 +58,11 @@ class ImageSampler:
         """
         settings, device = self.config.sample, next(model.parameters()).device
         steps, guidance = steps or settings.steps, settings.guidance if guidance is None else guidance
-        check_steps(steps, self.schedule)
+        check_steps(steps, self.config)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
         # Pixels are in -1..1; latents have no such limits.
         clips = self.parts.vae is None
-        scheduler = make_scheduler(sampler or settings.sampler, self.schedule, self.config.model.target, clips=clips)
+        scheduler = make_scheduler(sampler or settings.sampler, self.config, clips=clips)
         denoise = make_guided_denoiser(
             model, self.parts.conditions, conditions or self._make_default_conditions(num, device), guidance
         )
@@ -101,42 +101,26 @@ class ImageSampler:
 
 
 Sampler = Literal["ddim", "dpm"]
-THEIR_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
-THEIR_TARGETS = {"eps": "epsilon", "v": "v_prediction", "sample": "sample"}
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t, timestep as a 0-dim tensor) -> prediction."""
 
 
-def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
-    """Return the schedule and target as settings of diffusers' schedulers."""
-    return {
-        "num_train_timesteps": schedule.num_steps,
-        "beta_schedule": THEIR_SCHEDULES[schedule.name],
-        "beta_start": schedule.beta_start,
-        "beta_end": schedule.beta_end,
-        "prediction_type": THEIR_TARGETS[target],
-        "rescale_betas_zero_snr": schedule.zero_terminal_snr,
-        # Sampling starts at the last timestep, the only one at which pure noise occurs in training (Lin et al. 2023).
-        "timestep_spacing": "trailing",
-    }
-
-
-def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
+def make_scheduler(name: Sampler, config: DiffusionConfig, *, clips: bool) -> Any:
     """Return a diffusers scheduler; `clips` limits predictions to -1..1, which is correct for pixels only."""
     if name not in get_args(Sampler):
         raise ConfigError(f"unknown sampler {name!r}", fix=" or ".join(get_args(Sampler)))
-    shared = make_scheduler_config(schedule, target)
+    shared = make_scheduler_config(config.noise, config.model.target)
     if name == "ddim":
         return import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
     return import_diffusers_class("DPMSolverMultistepScheduler")(**shared, algorithm_type="dpmsolver++")
 
 
-def check_steps(steps: int, schedule: NoiseSchedule) -> None:
-    """Refuse more sampling steps than the schedule has timesteps."""
-    if steps > schedule.num_steps:
+def check_steps(steps: int, config: DiffusionConfig) -> None:
+    """Refuse more sampling steps than the model has timesteps."""
+    if steps > config.noise.steps:
         raise ConfigError(
-            f"{steps} sampling steps, but the model has {schedule.num_steps} timesteps",
-            fix=f"set sample.steps (--steps) to at most {schedule.num_steps}",
+            f"{steps} sampling steps, but the model has {config.noise.steps} timesteps",
+            fix=f"set sample.steps (--steps) to at most {config.noise.steps}",
         )
 
 

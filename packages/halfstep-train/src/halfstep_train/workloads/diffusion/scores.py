@@ -34,6 +34,8 @@ class DenoisingMetrics(Sums):
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
+        self.more: dict[str, float] = {}
+        """Scores that are computed separately, such as FID."""
         self.sums = {"sums": torch.zeros(2, NUM_BUCKETS, dtype=torch.float64)}
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
@@ -54,7 +56,7 @@ class DenoisingMetrics(Sums):
             for name, error, count in zip(list_bucket_names(self.num_steps), errors, counts, strict=True)
             if count
         }
-        return {"mse": sum(errors) / sum(counts)} | by_bucket
+        return {"mse": sum(errors) / sum(counts)} | by_bucket | self.more
 
 
 class ReconstructionMetrics(Sums):

@@ -68,7 +68,7 @@ def make_workload(
         fragile=FRAGILE,
         blocks=find_blocks(model.vae),
         store=store,
-        frozen=trainer.list_frozen(),
+        frozen={"vgg": FrozenPart(module=trainer.vgg, source=str(config.model.vgg_weights))} if trainer.vgg else {},
         **about,
     )
 
@@ -118,11 +118,6 @@ class PictureVaeTrainer(VaeTrainer):
         )
         self.settings, self.flip = settings, config.data.flip
         self.vgg = _load_vgg(settings.vgg_weights) if settings.perceptual_weight and settings.vgg_weights else None
-
-    def list_frozen(self) -> dict[str, FrozenPart]:
-        return (
-            {"vgg": FrozenPart(module=self.vgg, source=str(self.settings.vgg_weights))} if self.vgg is not None else {}
-        )
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """Return images in -1..1, flipped at random in training."""

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import OTHER_NAMES, count_halvings, find_net_folder
-from halfstep_train.workloads.diffusion.sampling import THEIR_SCHEDULES, THEIR_TARGETS
+from halfstep_train.workloads.diffusion.noise_schedule import THEIR_SCHEDULES, THEIR_TARGETS
 
 OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}
 OUR_TARGETS = {theirs: ours for ours, theirs in THEIR_TARGETS.items()}
@@ -56,26 +54,21 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
             settled[path] = value
         elif current != value:
             notes.append(f"{path}={current}: {unet.parent} was trained with {value}")
-    checked = _apply(config, settled)
-    text = ", ".join(f"{path}={value}" for path, value in settled.items())
+    changed: dict[str, dict[str, Any]] = {}
+    for path, value in settled.items():
+        section, name = path.split(".")
+        changed.setdefault(section, {})[name] = value
+    adopted, text = config.replace(**changed), ", ".join(f"{path}={value}" for path, value in settled.items())
+    if why := adopted.explain_untrainable():
+        raise ConfigError(
+            why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"
+        )
     return AdoptedSettings(
-        config=checked,
+        config=adopted,
         settled=settled,
         about=(("from the weights", text),) if text else (),
         notes=tuple(notes),
     )
-
-
-def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConfig:
-    """Return the config with adopted settings; refuse combinations that cannot be trained."""
-    for path, value in settled.items():
-        section, name = path.split(".")
-        config = config.replace(**{section: {name: value}})
-    if why := config.explain_untrainable():
-        raise ConfigError(
-            why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"
-        )
-    return config
 
 
 def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
@@ -99,39 +92,23 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
     if not path.is_file():
         return {}, []
     found = _read_json(path)
-    noise, what = _translate_noise(found, path)
-    if what:
+    try:
+        if found.get("trained_betas") is not None:
+            raise ValueError("trained_betas")
+        values = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
+        noise = NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[found["beta_schedule"]], **values})
+        target = OUR_TARGETS[found.get("prediction_type", "epsilon")]
+    except (KeyError, ValueError, TypeError) as error:
+        what = f"{path} holds a diffusion process that is not supported: {' '.join(str(error).split())}"
         if unet == Path(weights).expanduser():  # the user named the U-Net, not the pipeline: ignore its schedule
             return {}, [f"{what}; noise.* and model.target are used"]
         raise ConfigError(
             what,
-            why="its U-Net was trained with that schedule",
+            why="its U-Net was trained with that process",
             fix="give the U-Net's folder (model.weights=DIR/unet) to train with noise.* and model.target",
-        )
+        ) from error
     theirs = {f"noise.{name}": getattr(noise, name) for name in ("schedule", *THEIR_NUMBERS)}
-    return {**theirs, "model.target": OUR_TARGETS[found.get("prediction_type", "epsilon")]}, []
-
-
-def _translate_noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
-    """Return the noise settings as ours, and why they cannot be used (empty if they can)."""
-    schedule, target = found.get("beta_schedule", ""), found.get("prediction_type", "epsilon")
-    if found.get("trained_betas") is not None:
-        schedule = "trained_betas"
-    is_known = schedule in list(OUR_SCHEDULES) and target in list(
-        OUR_TARGETS
-    )  # lists: a value from a file may be unhashable
-    if not is_known:
-        return NoiseConfig(), (
-            f"{path} uses a diffusion process that is not supported: {found.get('_class_name')}, "
-            f"beta_schedule {schedule!r}, prediction_type {target!r}"
-        )
-    values = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
-    try:
-        return NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[schedule], **values}), ""
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        key = THEIR_NUMBERS.get(str(wrong["loc"][0]), "") if wrong["loc"] else ""
-        return NoiseConfig(), f"{path}: {key}={found[key]!r}: {wrong['msg']}" if key else f"{path}: {wrong['msg']}"
+    return {**theirs, "model.target": target}, []
 
 
 def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
@@ -140,13 +117,7 @@ def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
     if type(side) is not int or side < 1:
         return {}
     if config.model.vae:
-        path = find_net_folder(config.model.vae, "vae", "model.vae") / "config.json"
-        vae = _read_json(path)
-        if not isinstance(channels := vae.get("block_out_channels"), list):
-            raise ModelError(
-                f"{path}: block_out_channels={channels!r} is not a list of channels", fix="save the VAE again"
-            )
-        side <<= count_halvings(vae)
+        side <<= count_halvings(_read_json(find_net_folder(config.model.vae, "vae", "model.vae") / "config.json"))
     return {"data.image_size": side}
 
 

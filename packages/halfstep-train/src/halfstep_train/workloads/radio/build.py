@@ -30,7 +30,6 @@ from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, 
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
     add_latents,
-    check_start_weights,
     dump_sizes,
     get_latent_shape,
     get_reduction,
@@ -63,7 +62,6 @@ REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, Resi
 
 def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes sizes and latent scale."""
-    weights = check_start_weights(config) if store is None else ""
     data = find_data(config)
     stage = open_first_stage(config)
     why_scale, is_new = "stored with the run", store is None
@@ -76,8 +74,8 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     if is_new:  # a resumed run loads its checkpoint later
         if config.model.pyramid.weights:
             load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
-        if weights:
-            load_weights_file_(model, weights, select_unet_weights)
+        if config.model.weights:
+            load_weights_file_(model, config.model.weights, select_unet_weights)
     return make_workload(
         config,
         store,

@@ -27,7 +27,6 @@ from halfstep_train.workloads.radio.config import RadioVaeConfig
 from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_MAPS,
-    check_start_weights,
     dump_sizes,
     get_latent_shape,
     get_reduction,
@@ -48,11 +47,10 @@ FRAGILE = (
 
 def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
-    weights = check_start_weights(config) if store is None else ""
     data = find_data(config)
     model = build_model(config)
-    if weights:
-        load_vae_(model.vae, weights)
+    if store is None and config.model.weights:
+        load_vae_(model.vae, config.model.weights)
     return make_workload(config, model, data)
 
 

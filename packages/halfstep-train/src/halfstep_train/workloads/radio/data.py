@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -38,16 +37,12 @@ class RadioData:
         return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
 
 
-def get_data_config(config: RunConfig) -> RadioDataConfig:
-    assert isinstance(config.data, RadioDataConfig)
-    return config.data
-
-
 def find_data(config: RunConfig) -> RadioData:
     """Open the training and validation maps; raise DataError if there are none of either."""
-    settings = get_data_config(config)
+    settings = config.data
+    assert isinstance(settings, RadioDataConfig)
     bad_files = BadFiles(settings.on_bad_file)
-    tree = open_tree(settings)
+    tree = RadioTree.open(settings)
     split = choose_split(settings, tree)
     train, val = (open_split(settings, tree, split, role, bad_files) for role in ("train", "val"))
     sizes = ", ".join(
@@ -65,17 +60,6 @@ def find_data(config: RunConfig) -> RadioData:
 
 
 SPLIT_NAMES = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}
-
-
-def open_tree(settings: RadioDataConfig) -> RadioTree:
-    """Open the RadioMapSeer folder at `data.dir` with the configured simulation."""
-    assert settings.dir is not None, "a run without data gets its demo before it is built"
-    return RadioTree.open(
-        Path(settings.dir),
-        simulation=settings.simulation,
-        with_cars=settings.cars,
-        missing_buildings=settings.missing_buildings,
-    )
 
 
 def choose_split(settings: RadioDataConfig, tree: RadioTree) -> Split:

@@ -19,8 +19,8 @@ from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowPro
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.build import Denoising, describe_steps
 from halfstep_train.workloads.radio.config import RadioDiffConfig
-from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split, open_tree
-from halfstep_train.workloads.radio.maps import RadioMaps, Role
+from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split
+from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
 from halfstep_train.workloads.radio.pictures import MapRow, draw_map_sheet
 from halfstep_train.workloads.radio.scores import RadioMetrics
 from halfstep_train.workloads.radio.unet import RadioUNet
@@ -108,7 +108,9 @@ class SamplingEvaluation(RadioEvaluation):
         self.scored_at = f"{describe_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
         if options["steps"] is None and options["part"] == "val":
             return None
-        maps = self._open_maps(config, options["part"])
+        tree = RadioTree.open(config.data)
+        split, bad_files = choose_split(config.data, tree), BadFiles(config.data.on_bad_file)
+        maps = open_split(config.data, tree, split, options["part"], bad_files)
         self.num_scored = len(maps)
         denoising = Denoising(
             config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
@@ -120,11 +122,6 @@ class SamplingEvaluation(RadioEvaluation):
                 for _ in range(min(size, len(maps) - start)):
                     bar.advance()
         return metrics.compute()
-
-    def _open_maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
-        settings = config.data
-        tree = open_tree(settings)
-        return open_split(settings, tree, choose_split(settings, tree), part, BadFiles(settings.on_bad_file))
 
 
 def sample_maps(

@@ -24,9 +24,9 @@ from halfstep_train.workloads.base.latent_store import (
     describe_resume,
     refuse_uncached,
 )
-from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, open_tree, scale_gain, to_signed
-from halfstep_train.workloads.radio.maps import RadioMaps
+from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig
+from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed
+from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
 from halfstep_train.workloads.radio.names import rename_vae_weight, rename_weights
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE
 
@@ -49,7 +49,7 @@ class FirstStage:
 
 
 def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json") | {"z_channels": config.latent_channels}
+    return config.model_dump(mode="json")
 
 
 def get_reduction(sizes: Mapping[str, Any]) -> int:
@@ -60,18 +60,6 @@ def get_reduction(sizes: Mapping[str, Any]) -> int:
 def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, int, int]:
     side = image_size // get_reduction(sizes)
     return sizes["latent_channels"], side, side
-
-
-def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
-    """Return `model.weights`; raise before anything is built if the file does not exist."""
-    path = config.model.weights or ""
-    if path and not Path(path).is_file():
-        raise ModelError(
-            f"model.weights={path}: there is no such file",
-            why="training would start from it (ckpt_path in a public config)",
-            fix="give an existing file, or model.weights=null to start from scratch",
-        )
-    return path
 
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
@@ -118,11 +106,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
     """Read the sizes and the latent scale of an exported first stage."""
     try:
         found = parse_json(path.read_text())
-        # Written for RadioVAE, which takes them as two numbers; halfstep's autoencoders have equal ones.
-        sizes = {name: value for name, value in found["sizes"].items() if name != "z_channels"}
-        if found["sizes"].get("z_channels", sizes["latent_channels"]) != sizes["latent_channels"]:
-            raise ValueError("z_channels differs from latent_channels")
-        return {"sizes": dump_sizes(FirstStageConfig(**sizes)), "scale_factor": found["scale_factor"]}
+        return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"cannot read {path}: {error}", why="it holds the size of the autoencoder", fix="export the run again"
@@ -175,7 +159,7 @@ def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> En
     threshold = config.data.threshold
     return Encoding(
         config=config,
-        root=open_tree(config.data).root,
+        root=RadioTree.open(config.data).root,
         samples=[maps],
         files=[[item.gain for item in maps.items if item.gain is not None]],
         column="gain",

@@ -15,7 +15,7 @@ index 600 is in all three splits, and the IRT4 validation maps are all training 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +26,11 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.errors import DataError, format_count, make_printable
-from halfstep_train.data.files import BadFiles, list_some, run_in_threads
+from halfstep_train.data.files import BadFiles, list_some, require_folder, run_in_threads
 from halfstep_train.data.images import read_image, read_image_facts
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.workloads.radio.config import RadioDataConfig
 
 Role = Literal["train", "val", "test"]
 Split = Mapping[Role, tuple[int, ...]]
@@ -96,19 +97,18 @@ class RadioFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RadioTree:
-    """A RadioMapSeer folder and the simulation chosen from it."""
+    """A RadioMapSeer folder and the files that the settings choose from it."""
 
     root: Path
-    simulation: str = "DPM"
-    with_cars: bool = False
-    missing_buildings: int = 0
+    settings: RadioDataConfig
 
     @classmethod
-    def open(cls, folder: Path, **settings: Any) -> RadioTree:
-        """Open the folder itself, or a RadioMapSeer folder inside it."""
+    def open(cls, settings: RadioDataConfig) -> RadioTree:
+        """Open `data.dir`, or a RadioMapSeer folder inside it."""
+        folder = require_folder(settings.dir)
         for root in (folder, folder / "RadioMapSeer"):
             if (root / "gain").is_dir() and (root / "png").is_dir():
-                tree = cls(root=root, **settings)
+                tree = cls(root=root, settings=settings)
                 tree.refuse_missing_folders()
                 return tree
         raise DataError(
@@ -120,29 +120,29 @@ class RadioTree:
 
     @property
     def gain_dir(self) -> Path:
-        return self.root / "gain" / (f"cars{self.simulation}" if self.with_cars else self.simulation)
+        return self.root / "gain" / f"{'cars' if self.settings.cars else ''}{self.settings.simulation}"
 
     @property
     def buildings_dir(self) -> Path:
-        kind = f"buildings_missing{self.missing_buildings}" if self.missing_buildings else "buildings_complete"
-        return self.root / "png" / kind
+        missing = self.settings.missing_buildings
+        return self.root / "png" / (f"buildings_missing{missing}" if missing else "buildings_complete")
 
     def refuse_missing_folders(self) -> None:
         """Raise DataError if a folder that the settings need does not exist."""
-        gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
-        if not self.gain_dir.is_dir():
-            cars = ", or data.cars=false" if self.with_cars else ""
-            fix = f"data.simulation is one of DPM, IRT2, IRT4 (here: {', '.join(gains) or 'none'}){cars}"
-            raise DataError(f"no folder {self.gain_dir}", why="it should hold the requested simulation", fix=fix)
-        if self.with_cars and not (self.root / "png" / "cars").is_dir():
-            raise DataError(
-                f"data.cars=true, but there is no {self.root / 'png' / 'cars'}",
-                why="cars are an input of the model then",
-                fix="unpack the cars, or data.cars=false",
-            )
-        for folder in (self.root / "png" / "antennas", self.buildings_dir):
+        png = self.root / "png"
+        for folder in (
+            self.gain_dir,
+            self.buildings_dir,
+            png / "antennas",
+            *([png / "cars"] if self.settings.cars else []),
+        ):
             if not folder.is_dir():
-                raise DataError(f"no folder {folder}", why="it is an input of the model", fix="unpack all of png/")
+                gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
+                raise DataError(
+                    f"no folder {folder}",
+                    why="data.simulation, data.cars and data.missing_buildings choose the folders that are read",
+                    fix=f"unpack all of png/ and gain/, or choose among the gains here: {', '.join(gains) or 'none'}",
+                )
 
     def list_map_numbers(self) -> tuple[int, ...]:
         """Return the numbers of the maps that have gains."""
@@ -160,13 +160,23 @@ class RadioTree:
             lacking = [path for path in found.list_paths() if not exists.setdefault(path, path.is_file())]
             missing += lacking
             complete += [] if lacking else [found]
-        if missing:
-            self._report_missing(len(pairs) - len(complete), missing, bad_files)
+        if missing:  # one error for all: a folder that lacks one antenna often lacks thousands
+            num, shown = (
+                len(pairs) - len(complete),
+                list_some(path.relative_to(self.root) for path in dict.fromkeys(missing)),
+            )
+            bad_files.report(
+                DataError(
+                    f"{format_count(num, 'gain')} of {self.gain_dir} without an input: no {shown}",
+                    why="the model needs buildings and the antenna" + (" and cars" if self.settings.cars else ""),
+                    fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
+                )
+            )
         return tuple(complete)
 
     def get_sample(self, number: int, transmitter: int) -> RadioFiles:
         """Return the paths of one sample; they need not exist."""
-        if self.missing_buildings:
+        if self.settings.missing_buildings:
             versions = range(1, NUM_VERSIONS + 1)
             buildings = tuple(self.buildings_dir / str(version) / f"{number}.png" for version in versions)
         else:
@@ -177,7 +187,7 @@ class RadioTree:
             buildings=buildings,
             antenna=self.root / "png" / "antennas" / f"{number}_{transmitter}.png",
             gain=self.gain_dir / f"{number}_{transmitter}.png",
-            cars=self.root / "png" / "cars" / f"{number}.png" if self.with_cars else None,
+            cars=self.root / "png" / "cars" / f"{number}.png" if self.settings.cars else None,
         )
 
     def _list_gains(self) -> list[tuple[int, int]]:
@@ -191,17 +201,6 @@ class RadioTree:
                 fix="name the files <map>_<transmitter>.png",
             )
         return sorted((int(match[1]), int(match[2])) for match in found)
-
-    def _report_missing(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
-        """Report all missing inputs at once: a folder that lacks one antenna often lacks thousands."""
-        shown = list_some(path.relative_to(self.root) for path in dict.fromkeys(missing))
-        bad_files.report(
-            DataError(
-                f"{format_count(num_gains, 'gain')} of {self.gain_dir} without an input: no {shown}",
-                why="the model needs buildings and the antenna" + (" and cars" if self.with_cars else ""),
-                fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
-            )
-        )
 
 
 class RadioMaps:
@@ -284,51 +283,23 @@ def _read_bytes(path: Path) -> Array:
 
 
 def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
-    """Return the samples whose images can be read and have the same size; report the others.
+    """Return the samples whose images can be read; report the others.
 
     Only headers are read, unless bad files are to be skipped: then every image is decoded.
     """
     paths = list(dict.fromkeys(path for item in files for path in item.list_paths()))
-    read = _read_whole if bad_files.mode == "skip" else _read_size
-    sizes = dict(zip(paths, run_in_threads(read, paths), strict=True))
+    read: Callable[[Path], object] = _read_whole if bad_files.mode == "skip" else read_image_facts
+    found = dict(zip(paths, run_in_threads(read, paths), strict=True))
+    errors = {path: error for path, error in found.items() if isinstance(error, DataError)}
     usable = []
     for item in files:
-        if error := _find_fault(item, sizes):
-            bad_files.report(error)
+        if faults := [errors[path] for path in item.list_paths() if path in errors]:
+            bad_files.report(faults[0])
         else:
             usable.append(item)
     return tuple(usable)
 
 
-SizeOrError = tuple[int, int] | DataError
-
-
-def _read_size(path: Path) -> tuple[int, int]:
-    return read_image_facts(path).size
-
-
-def _read_whole(path: Path) -> tuple[int, int]:
-    size = _read_size(path)
+def _read_whole(path: Path) -> None:
+    size = read_image_facts(path).size
     read_antenna(path, size) if path.parent.name == "antennas" else _read_bytes(path)
-    return size
-
-
-def _find_fault(item: RadioFiles, sizes: Mapping[Path, SizeOrError]) -> DataError | None:
-    """Return why a sample cannot be used, or None."""
-    first, *others = item.list_paths()
-    for path in (first, *others):
-        found = sizes[path]
-        if isinstance(found, DataError):
-            return found
-        if found != sizes[first]:
-            return DataError(
-                f"{path} is {_format_size(found)}, {first} is {_format_size(sizes[first])}",
-                why="inputs and gains of a map must have the same size",
-                fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
-            )
-    return None
-
-
-def _format_size(size: SizeOrError) -> str:
-    assert not isinstance(size, DataError)
-    return f"{size[1]}x{size[0]}"

@@ -85,14 +85,7 @@ class MapPredictor(FilePredictor):
                 why="the buildings are expected next to it",
                 fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
             )
-        settings = self.config.data
-        tree = RadioTree(
-            root=root,
-            simulation=settings.simulation,
-            with_cars=settings.cars,
-            missing_buildings=settings.missing_buildings,
-        )
-        found = tree.get_sample(int(match[1]), int(match[2]))
+        found = RadioTree(root=root, settings=self.config.data).get_sample(int(match[1]), int(match[2]))
         lacking = [path for path in found.list_paths() if path != found.gain and not path.is_file()]
         if lacking:
             raise DataError(

@@ -36,17 +36,21 @@ def make_conv3(inputs: int, outputs: int) -> nn.Conv2d:
 class ResidualBlock(nn.Module):
     """Norm, SiLU, convolution, twice, with a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, dropout: float = 0.0) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.norm1, self.conv1 = make_group_norm(inputs), make_conv3(inputs, outputs)
         self.norm2, self.conv2 = make_group_norm(outputs), make_conv3(outputs, outputs)
-        self.dropout = nn.Dropout(dropout)
         self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(apply_norm_silu(self.norm1, x))
-        h = self.conv2(self.dropout(apply_norm_silu(self.norm2, h)))
+        h = self.conv2(apply_norm_silu(self.norm2, h))
         return self.nin_shortcut(x) + h
+
+
+def make_blocks(inputs: int, outputs: int, count: int) -> nn.Sequential:
+    widths = [inputs, *[outputs] * count]
+    return nn.Sequential(*(ResidualBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)))
 
 
 class PositionAttention(nn.Module):
@@ -68,11 +72,11 @@ class PositionAttention(nn.Module):
 class Middle(nn.Module):
     """The bottleneck of encoder and decoder: block, attention, block."""
 
-    def __init__(self, channels: int, dropout: float) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.block_1 = ResidualBlock(channels, channels, dropout)
+        self.block_1 = ResidualBlock(channels, channels)
         self.attn_1 = PositionAttention(channels)
-        self.block_2 = ResidualBlock(channels, channels, dropout)
+        self.block_2 = ResidualBlock(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block_2(self.attn_1(self.block_1(x)))
@@ -103,10 +107,9 @@ class Double(nn.Module):
 class DownLevel(nn.Module):
     """Residual blocks; all levels but the last end by halving the map."""
 
-    def __init__(self, inputs: int, outputs: int, num_blocks: int, dropout: float, *, is_last: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, num_blocks: int, *, is_last: bool) -> None:
         super().__init__()
-        widths = [inputs, *[outputs] * num_blocks]
-        self.block = nn.Sequential(*(ResidualBlock(a, b, dropout) for a, b in zip(widths, widths[1:], strict=False)))
+        self.block = make_blocks(inputs, outputs, num_blocks)
         self.downsample = nn.Identity() if is_last else Halve(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,10 +119,9 @@ class DownLevel(nn.Module):
 class UpLevel(nn.Module):
     """Residual blocks; all levels but the last end by doubling the map."""
 
-    def __init__(self, inputs: int, outputs: int, num_blocks: int, dropout: float, *, is_last: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, num_blocks: int, *, is_last: bool) -> None:
         super().__init__()
-        widths = [inputs, *[outputs] * num_blocks]
-        self.block = nn.Sequential(*(ResidualBlock(a, b, dropout) for a, b in zip(widths, widths[1:], strict=False)))
+        self.block = make_blocks(inputs, outputs, num_blocks)
         self.upsample = nn.Identity() if is_last else Double(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,19 +129,19 @@ class UpLevel(nn.Module):
 
 
 class Encoder(Recomputing):
-    """Encode maps (B, channels, H, W) to 2 * z_channels: mean and log variance before `quant_conv`."""
+    """Encode maps (B, 1, H, W) to 2 * latent_channels: mean and log variance before `quant_conv`."""
 
-    def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
+    def __init__(self, latent_channels: int, widths: Sequence[int], num_blocks: int) -> None:
         super().__init__()
         first, *levels = widths
-        self.conv_in = make_conv3(channels, first)
+        self.conv_in = make_conv3(1, first)
         # (input, output) channels of each level.
         pairs = list(zip([first, *levels], levels, strict=False))
         self.down = nn.ModuleList(
-            DownLevel(a, b, num_blocks, dropout, is_last=index == len(pairs) - 1) for index, (a, b) in enumerate(pairs)
+            DownLevel(a, b, num_blocks, is_last=index == len(pairs) - 1) for index, (a, b) in enumerate(pairs)
         )
-        self.mid = Middle(levels[-1], dropout)
-        self.norm_out, self.conv_out = make_group_norm(levels[-1]), make_conv3(levels[-1], 2 * z_channels)
+        self.mid = Middle(levels[-1])
+        self.norm_out, self.conv_out = make_group_norm(levels[-1]), make_conv3(levels[-1], 2 * latent_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         x, run = self.conv_in(x), choose_block_runner(self.recompute)
@@ -151,17 +153,17 @@ class Encoder(Recomputing):
 class Decoder(Recomputing):
     """Decode latents to maps. Levels are numbered from the finest, as in the encoder, but run from the coarsest."""
 
-    def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
+    def __init__(self, latent_channels: int, widths: Sequence[int], num_blocks: int) -> None:
         super().__init__()
         levels = list(widths[1:])
-        self.conv_in = make_conv3(z_channels, levels[-1])
-        self.mid = Middle(levels[-1], dropout)
+        self.conv_in = make_conv3(latent_channels, levels[-1])
+        self.mid = Middle(levels[-1])
         # Each level has one block more than in the encoder, as in LDM.
         self.up = nn.ModuleList(
-            UpLevel(a, b, num_blocks + 1, dropout, is_last=index == 0)
+            UpLevel(a, b, num_blocks + 1, is_last=index == 0)
             for index, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))
         )
-        self.norm_out, self.conv_out = make_group_norm(levels[0]), make_conv3(levels[0], channels)
+        self.norm_out, self.conv_out = make_group_norm(levels[0]), make_conv3(levels[0], 1)
 
     def forward(self, z: Tensor) -> Tensor:
         x, run = self.mid(self.conv_in(z)), choose_block_runner(self.recompute)
@@ -171,26 +173,23 @@ class Decoder(Recomputing):
 
 
 class RadioVAE(nn.Module):
-    """A variational autoencoder of maps (B, channels, H, W) in -1..1."""
+    """A variational autoencoder of maps (B, 1, H, W) in -1..1."""
 
     def __init__(
         self,
         *,
-        channels: int = 1,
         width: int = 128,
         multipliers: Sequence[int] = (1, 2, 4),
         num_blocks: int = 2,
-        z_channels: int = 3,
         latent_channels: int = 3,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         widths = [width, *(width * factor for factor in multipliers)]
         self.latent_channels, self.reduction = latent_channels, 2 ** (len(multipliers) - 1)
-        self.encoder = Encoder(channels, z_channels, widths, num_blocks, dropout)
-        self.decoder = Decoder(channels, z_channels, widths, num_blocks, dropout)
-        self.quant_conv = nn.Conv2d(2 * z_channels, 2 * latent_channels, 1)
-        self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
+        self.encoder = Encoder(latent_channels, widths, num_blocks)
+        self.decoder = Decoder(latent_channels, widths, num_blocks)
+        self.quant_conv = nn.Conv2d(2 * latent_channels, 2 * latent_channels, 1)
+        self.post_quant_conv = nn.Conv2d(latent_channels, latent_channels, 1)
 
     def encode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the latents, in fp32."""

@@ -45,5 +45,5 @@ WITH_WORDS = slot_kind(
     builder=".steve_build:build_with_words",
     config=WordsConfig,
     synthetic=replace(SYNTHETIC, over=".steve_build:build_with_words_on_samples"),
-    predict=PredictCommand(".predict:WordsPredictor", writes_files=True),
+    predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
 )

@@ -16,18 +16,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.recompute import Blocks
 from halfstep_train.models.layers import PatchConv2d
 from halfstep_train.models.vit import EncoderBlock, ViTSize, compute_grid, resize_positions
-from halfstep_train.models.weights import load_weights_, match_names, read_weights
+from halfstep_train.models.weights import load_weights_, match_names
+from halfstep_train.workloads.slots.slot_attention import check_heads
 
 DINOV2 = {
     "vit_small_patch14_dinov2": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536, patch=14),
@@ -83,15 +82,8 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
     """Build a model by timm's name; a depth, heads or dim above 0 replaces the published one."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
     size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
-    if size.dim % size.heads:
-        raise ModelError(f"{size.dim} channels for {size.heads} heads", why="heads must divide channels")
+    check_heads(size.dim, size.heads)
     return DinoV2(size, grid=grid)
-
-
-def load_backbone_(model: DinoV2, path: str) -> None:
-    """Load a local file with any known naming; for another architecture, raise an error that describes the
-    difference."""
-    load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
 
 
 IN_SLOTCONTRAST = "encoder.module.backbone.model."
@@ -99,7 +91,8 @@ IN_SLOTCONTRAST = "encoder.module.backbone.model."
 
 
 def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:
-    """Load weights under any known naming, with the position table of the file."""
+    """Load weights under any known naming, with the position table of the file; for another architecture, raise an
+    error that describes the difference."""
     # A checkpoint of SlotContrast contains the backbone; other files are the backbone.
     inside = {name: value for name, value in weights.items() if name.startswith(IN_SLOTCONTRAST)}
     weights = {name.removeprefix(IN_SLOTCONTRAST): value for name, value in (inside or weights).items()}

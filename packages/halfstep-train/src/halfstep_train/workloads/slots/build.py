@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from halfstep.errors import ConfigError, format_count
 from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
-from halfstep_train.models.weights import load_weights_file_
+from halfstep_train.models.weights import load_weights_file_, read_weights
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
-from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_
+from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep_train.workloads.slots.data import describe_surprises, normalise, open_clips, prepare_masks, to_unit_pixels
+from halfstep_train.workloads.slots.data import ClipData, normalise, open_clips, prepare_masks, to_unit_pixels
 from halfstep_train.workloads.slots.pictures import make_sampler
 from halfstep_train.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
@@ -35,13 +36,12 @@ RANDOM = "random"
 def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
     clips = open_clips(config.data)
-    found = {"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks}
     backbone = build_backbone(config)
     model = build_model(config, backbone.module)
     if store is None and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights, rename_upstream)
-    metric, scoring = _choose_scoring(config, found)
-    plain = make_workload(config, model, backbone, clips.train, clips.val, found)
+    metric, scoring = _choose_scoring(config, clips.store)
+    plain = make_workload(config, model, backbone, clips.train, clips.val, clips.store)
     return replace(
         plain,
         metric=metric,
@@ -51,13 +51,8 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         by_batch=("validation loss: it depends on the number of slots that each slot is contrasted with",)
         if config.model.contrast_weight
         else (),
-        notes=(
-            *_note_backbone(config),
-            *_note_negatives(config),
-            *describe_surprises(config.data, clips),
-            *clips.notes,
-        ),
-        val_names=clips.val_names,
+        notes=(*_describe_surprises(config, clips), *clips.notes),
+        val_names=clips.val.list_names(),
         about=clips.about,
         sample=make_sampler(clips.val, plain.prepare, plain.forward),
     )
@@ -137,30 +132,27 @@ def build_backbone(config: SlotContrastConfig) -> FrozenPart:
     depth, heads, dim = m.backbone_size
     backbone = build_dinov2(m.backbone, depth=depth, heads=heads, dim=dim)
     if m.backbone_weights != RANDOM:
-        load_backbone_(backbone, m.backbone_weights)
+        load_backbone_weights_(backbone, read_weights(Path(m.backbone_weights))[0], source=m.backbone_weights)
     source = "" if m.backbone_weights == RANDOM else m.backbone_weights
     return FrozenPart(module=backbone.requires_grad_(False), source=source)
 
 
-def _note_backbone(config: SlotContrastConfig) -> tuple[str, ...]:
-    if config.model.backbone == "filters":
-        return ("the backbone is a small set of fixed colour and edge filters, not DINOv2 (model.backbone)",)
-    if config.model.backbone_weights == RANDOM:
-        return ("the backbone has RANDOM weights: its features mean nothing (model.backbone_weights)",)
-    return ()
-
-
-def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
-    """Note that accumulation differs from a larger batch: the micro-batch determines the number of negatives per
-    slot."""
-    t = config.train
-    if not config.model.contrast_weight or (t.accumulate == 1 and not t.auto_batch):
-        return ()
-    others = t.batch_size * config.model.slots - 1
-    return (
-        f"slots are contrasted with {others:,} others of their micro-batch of {format_count(t.batch_size, 'clip')}, "
-        "as upstream does per GPU: accumulation (or train.auto_batch) changes that number, a larger batch raises it",
-    )
+def _describe_surprises(config: SlotContrastConfig, clips: ClipData) -> list[str]:
+    """Return notes about the backbone, the negatives and the masks."""
+    m, t, notes = config.model, config.train, []
+    if m.backbone == "filters":
+        notes.append("the backbone is a small set of fixed colour and edge filters, not DINOv2 (model.backbone)")
+    elif m.backbone_weights == RANDOM:
+        notes.append("the backbone has RANDOM weights: its features mean nothing (model.backbone_weights)")
+    if m.contrast_weight and (t.accumulate > 1 or t.auto_batch):
+        notes.append(
+            f"slots are contrasted with {t.batch_size * m.slots - 1:,} others of their micro-batch of "
+            f"{format_count(t.batch_size, 'clip')}, as upstream does per GPU: accumulation (or train.auto_batch) "
+            "changes that number, a larger batch raises it"
+        )
+    if len(clips.val) and not clips.store["has_masks"]:
+        notes.append("not all validation videos have masks: there is no FG-ARI, and the loss selects checkpoints")
+    return notes
 
 
 def make_prepare(config: SlotContrastConfig) -> Prepare:
@@ -171,7 +163,7 @@ def make_prepare(config: SlotContrastConfig) -> Prepare:
         pixels = to_unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
         if m.backbone != "filters":
             pixels = normalise(pixels)
-        return batch | {"video": pixels} | prepare_masks(batch, data)
+        return batch | {"video": pixels} | prepare_masks(batch, data.image_size)
 
     return prepare
 

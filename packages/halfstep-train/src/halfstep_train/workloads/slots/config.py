@@ -178,13 +178,26 @@ class SlotContrastConfig(RunConfig):
         return self
 
 
-Temperatures = tuple[Positive, Positive, PositiveCount]
+Reduction = Literal["sum", "mean"]
 
 
-class SteveModelConfig(ModelConfig):
-    """A discrete VAE, an encoder of slots, and a decoder of words."""
+class DVaeModelConfig(ModelConfig):
+    """Settings of a discrete VAE whose words are predicted from slots."""
 
     vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
+    hard: bool = Field(
+        default=False,
+        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
+    )
+    tau: tuple[Positive, Positive, PositiveCount] = Field(
+        default=(1.0, 0.1, 30_000),
+        description="Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them",
+    )
+
+
+class SteveModelConfig(DVaeModelConfig):
+    """A discrete VAE, an encoder of slots, and a decoder of words."""
+
     slots: PositiveCount = Field(
         default=15, description="Number of slots: at most this many objects, background included"
     )
@@ -194,15 +207,7 @@ class SteveModelConfig(ModelConfig):
     dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
     decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
     dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
-    hard: bool = Field(
-        default=False,
-        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
-    )
-    tau: Temperatures = Field(
-        default=(1.0, 0.1, 30_000),
-        description="Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them",
-    )
-    loss: Literal["sum", "mean"] = Field(
+    loss: Reduction = Field(
         default="sum", description="Reduction of a frame's losses: sum over pixels and tokens, as published, or mean"
     )
 
@@ -263,27 +268,15 @@ class SteveConfig(RunConfig):
     }
 
 
-Reduction = Literal["sum", "mean"]
-
-
-class WordsModelConfig(SlotContrastModelConfig):
+class WordsModelConfig(DVaeModelConfig, SlotContrastModelConfig):
     """SlotContrast whose slots also predict words of a discrete VAE."""
 
-    vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
     word_side: Literal[4, 14] = Field(
         default=14, description="Side of a token's patch in pixels; 14: one token per backbone patch"
     )
     words_blocks: OffCount = Field(default=4, description="Blocks of the token decoder; 0: train the VAE only")
     words_dim: PositiveCount = Field(default=128, description="Channels of the token decoder")
     words_dropout: Fraction = Field(default=0.1, description="Dropout in the token decoder")
-    hard: bool = Field(
-        default=True,
-        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
-    )
-    tau: Temperatures = Field(
-        default=(1.0, 0.1, 10_000),
-        description="Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them",
-    )
     dvae_weight: OffNumber = Field(default=0.5, description="Weight of the VAE's squared error")
     dvae_loss: Reduction = Field(
         default="sum", description="Reduction of a frame's squared error: sum or mean over pixels"
@@ -312,3 +305,4 @@ class WordsConfig(SlotContrastConfig):
     }
 
     model: WordsModelConfig = WordsModelConfig()
+    defaults: ClassVar[dict[str, Any]] = {"model.hard": True, "model.tau": (1.0, 0.1, 10_000)}

@@ -13,14 +13,15 @@ from torch import Tensor
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.other_data import use_folder
+from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.base.using import LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.slots.data import ClipSamples, make_whole_clips
+from halfstep_train.workloads.slots.data import ClipSamples, make_steady_clips
 from halfstep_train.workloads.slots.pictures import draw_sheet, make_views, write_gif
 from halfstep_train.workloads.slots.scores import SlotMetrics, SteveMetrics, label_pixels
 
 SHOWN_EACH = 2
-"""Number of worst and of best clips that are drawn."""
+"""Number of worst, of median and of best clips that are drawn."""
 
 
 class SlotDetails(SlotMetrics):
@@ -81,9 +82,8 @@ class SlotEvaluation(PlainEvaluation):
             return workload
         samples = workload.train_samples
         assert isinstance(samples, ClipSamples)
-        whole = make_whole_clips(samples)
-        names = tuple(whole.name_of(index) for index in range(len(whole)))
-        return replace(workload, val_samples=whole, val_names=names)
+        whole = make_steady_clips(samples.videos, size=samples.size, crop=samples.crop)
+        return replace(workload, val_samples=whole, val_names=whole.list_names())
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple(
@@ -93,7 +93,11 @@ class SlotEvaluation(PlainEvaluation):
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Write a sheet and a gif of each chosen clip."""
         written = []
-        for kind, index in self._choose_clips():
+        # Without true masks nothing is ranked: draw the first clips.
+        first = [(index, 0.0) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
+        for kind, index, _ in pick_worst_to_best(self.metrics.rank_clips(), SHOWN_EACH) or [
+            ("first", *one) for one in first
+        ]:
             _, outputs = look(index)
             sample = self.workload.val_samples.sample(index, key=(0, 0, index))
             frames, slots, truth = make_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
@@ -102,12 +106,3 @@ class SlotEvaluation(PlainEvaluation):
             write_gif(moving, frames, slots)
             written += [picture, moving]
         return written
-
-    def _choose_clips(self) -> list[tuple[str, int]]:
-        """Return the worst and the best clips, or the first ones if nothing was scored."""
-        ranked = [index for index, _ in self.metrics.rank_clips()]
-        if not ranked:
-            return [("first", index) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
-        worst = ranked[: min(SHOWN_EACH, -(-len(ranked) // 2))]
-        best = ranked[max(len(worst), len(ranked) - SHOWN_EACH) :]
-        return [*(("worst", index) for index in worst), *(("best", index) for index in best)]

@@ -27,13 +27,13 @@ class SteveGuide:
 
     def open(self, config: SteveConfig | SlotContrastConfig) -> OpenedData:
         clips = open_clips(config.data)
-        height, width = clips.train.videos.videos[clips.train.clips[0][0]].size
+        height, width = clips.train.videos[0].size
         form = f"{config.data.chunk_size} frames; the first video has {width}×{height} pixels"
-        masks = "masks to score with" if clips.has_masks else "no masks: only the loss is validated"
+        masks = "masks to score with" if clips.store["has_masks"] else "no masks: only the loss is validated"
         return OpenedData(
             train=clips.train,
             val=clips.val,
-            store={"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks},
+            store=clips.store,
             classes=(),
             about=(*clips.about, ("a clip", f"{form}; {masks}")),
             notes=clips.notes,

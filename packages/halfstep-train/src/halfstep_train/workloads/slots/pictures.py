@@ -94,8 +94,14 @@ def make_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tupl
     return to_frames(video, size), slots, truth
 
 
+DECODED_FRAMES = 3
+"""Frames of the first clip that STEVE decodes from slots; slow, since each is decoded word by word."""
+
+
 def make_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
-    """Return a function that draws the first validation clips during training; None if there are none."""
+    """Return a function that draws the first validation clips during training; None if there are none.
+
+    STEVE also draws frames of the first clip as reconstructed by its VAE, and as decoded from slots."""
     if len(samples) == 0:
         return None
 
@@ -106,35 +112,14 @@ def make_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sa
             loaded = samples.sample(index, key=(0, 0, index))
             raw = {name: value.unsqueeze(0).to(device) for name, value in loaded.items()}
             with torch.no_grad():
-                found[f"clip_{index}"] = draw_sheet(
-                    *make_views(raw, forward(model, prepare(raw, key=key, training=False)))
-                )
+                prepared = prepare(raw, key=key, training=False)
+                outputs = forward(model, prepared)
+                found[f"clip_{index}"] = draw_sheet(*make_views(raw, outputs))
+                if isinstance(model, Steve) and index == 0:
+                    shown = slice(0, DECODED_FRAMES)
+                    rows = [prepared["video"][0, shown], outputs["reconstruction"][0, shown]]
+                    found["frames_vae_slots"] = draw_rows([*rows, model.decode_slots(outputs["slots"][0, shown])])
         return found
-
-    return sample
-
-
-DECODED_FRAMES = 3
-"""Frames of the first clip that are decoded from slots; slow, since each is decoded word by word."""
-
-
-def make_steve_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
-    """Return a function that draws the first validation clip during training, also as decoded from its slots."""
-    if len(samples) == 0:
-        return None
-
-    def sample(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
-        assert isinstance(model, Steve)
-        device = next(model.parameters()).device
-        raw = {name: value.unsqueeze(0).to(device) for name, value in samples.sample(0, key=(0, 0, 0)).items()}
-        with torch.no_grad():
-            prepared = prepare(raw, key=key, training=False)
-            outputs = forward(model, prepared)
-            shown = slice(0, DECODED_FRAMES)
-            rows = [prepared["video"][0, shown], outputs["reconstruction"][0, shown]]
-            rows.append(model.decode_slots(outputs["slots"][0, shown]))
-        frames, slots, truth = make_views(raw, outputs)
-        return {"clip_0": draw_sheet(frames, slots, truth), "frames_vae_slots": draw_rows(rows)}
 
     return sample
 

@@ -21,7 +21,7 @@ from halfstep_train.data.loader import Batch
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Answer, Failure
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
+from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure, save_picture
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep_train.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep_train.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
@@ -35,11 +35,10 @@ from halfstep_train.workloads.slots.video_layouts import (
     FRAME_FOLDERS,
     VIDEO_ENDINGS,
     is_mask,
+    open_video_file,
     read_frame_files,
-    read_frames,
-    read_video_facts,
 )
-from halfstep_train.workloads.slots.videos import ShardVideos
+from halfstep_train.workloads.slots.videos import open_shards
 
 
 class SlotPredictor:
@@ -56,7 +55,12 @@ class SlotPredictor:
         self.config = config
         backbone = build_backbone(config)
         self.frozen = {"backbone": backbone}
-        self.model = build_model(config, backbone.module)
+        # The masks are those of SlotContrast's decoder, also with words.
+        self.model = (
+            build_words_model(config, backbone.module)
+            if isinstance(config, WordsConfig)
+            else build_model(config, backbone.module)
+        )
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
     def answer_all(
@@ -80,11 +84,10 @@ class SlotPredictor:
         box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())
         frames = np.array(frames[(slice(None), *box)])
         slots = self._predict_slots(torch.from_numpy(frames).movedim(-1, 1), trained)
-        path = _choose_unused(out / name)
+        sheet = save_picture(Image.fromarray(draw_sheet(frames, slots, None)), out / f"{name}.png")
+        path = sheet.with_suffix("")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_gif(path.with_name(f"{path.name}.gif"), frames, slots)
-            Image.fromarray(draw_sheet(frames, slots, None)).save(path.with_name(f"{path.name}.png"))
             np.save(path.with_name(f"{path.name}_slots.npy"), slots.astype(np.uint8))
         except OSError as error:
             raise CheckpointError(
@@ -118,18 +121,16 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     if _is_frame(item):
         yield _choose_name(item), read_frame_files([entry.path for entry in items])
     elif item.path.suffix.lower() == ".tar":
-        shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
-        for index, video in enumerate(shard.videos):
-            name = item.name.with_suffix("") / video.name.rpartition("/")[2]
-            yield name, shard.read_frames(index, 0, video.num_frames)
+        for video in open_shards(item.path.parent, item.path.name, BadFiles("error")):
+            yield item.name.with_suffix("") / video.name.rpartition("/")[2], video.read_frames(0, video.num_frames)
     elif item.path.suffix.lower() == ".npy":
         frames = np.asarray(load_array(item.path))
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
             raise DataError(f"{item.path} holds {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
         yield item.name.with_suffix(""), frames
     else:
-        count, _ = read_video_facts(item.path)
-        yield item.name.with_suffix(""), read_frames(item.path, 0, count)
+        file = open_video_file(item.path)
+        yield item.name.with_suffix(""), file.read_frames(0, file.num_frames)
 
 
 def _choose_name(item: Input) -> Path:
@@ -138,15 +139,6 @@ def _choose_name(item: Input) -> Path:
     if inside.name in FRAME_FOLDERS:
         inside, up = inside.parent, 1
     return inside if inside.name else Path(item.path.resolve().parents[up].name)
-
-
-def _choose_unused(path: Path) -> Path:
-    """Return the path, with a number appended if a video of that name was written before."""
-    number, free = 1, path
-    while free.with_name(f"{free.name}.gif").exists():
-        number += 1
-        free = path.with_name(f"{path.name}_{number}")
-    return free
 
 
 def _make_answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
@@ -168,16 +160,6 @@ class StevePredictor(SlotPredictor):
     def __init__(self, config: SteveConfig, store: Store) -> None:
         self.config, self.frozen, self.model = config, {}, build_steve(config)
         self._forward, self._prepare = compute_masks, PrepareClips(config)
-
-
-class WordsPredictor(SlotPredictor):
-    """Predictor of SlotContrast with words; its masks are those of SlotContrast's decoder."""
-
-    def __init__(self, config: WordsConfig, store: Store) -> None:
-        backbone = build_backbone(config)
-        self.config, self.frozen = config, {"backbone": backbone}
-        self.model = build_words_model(config, backbone.module)
-        self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
 
 def compute_masks(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -25,6 +25,11 @@ HEADS = 4
 """Attention heads of predictors and decoders in all published configs."""
 
 
+def check_heads(dim: int, heads: int) -> None:
+    if dim % heads:
+        raise ModelError(f"{heads} attention heads for {dim} channels", why="heads must divide channels")
+
+
 class Mlp(nn.Module):
     """Linear layers with ReLU in between, optionally with a LayerNorm first and a residual connection."""
 
@@ -66,7 +71,7 @@ def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor
 class SlotAttention(nn.Module):
     """The corrector: slots (B, K, D) attend to the features of one frame for some iterations."""
 
-    def __init__(self, feature_dim: int, slot_dim: int, *, num_iterations: int, first_iterations: int) -> None:
+    def __init__(self, feature_dim: int, slot_dim: int, *, num_iterations: int) -> None:
         super().__init__()
         self.to_k = nn.Linear(feature_dim, slot_dim, bias=False)
         self.to_v = nn.Linear(feature_dim, slot_dim, bias=False)
@@ -75,7 +80,7 @@ class SlotAttention(nn.Module):
         self.mlp = Mlp(slot_dim, (4 * slot_dim,), slot_dim, layer_norm=True, residual=True)
         self.norm_features = nn.LayerNorm(feature_dim)
         self.norm_slots = nn.LayerNorm(slot_dim)
-        self.num_iterations, self.first_iterations = num_iterations, first_iterations
+        self.num_iterations = num_iterations
         self.scale = slot_dim**-0.5
 
     def compute_keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +91,7 @@ class SlotAttention(nn.Module):
     def forward(self, slots: Tensor, keys: Tensor, values: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor]:
         """Return the corrected slots in fp32, and the shares (B, K, P): how much of each position each slot takes."""
         shares = keys.new_empty(0)
-        for _ in range(self.first_iterations if is_first else self.num_iterations):
+        for _ in range(self.num_iterations + int(is_first)):
             slots, shares = self._iterate(slots, keys, values)
         return slots, shares
 
@@ -113,8 +118,7 @@ class PredictorAttention(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        if dim % HEADS:
-            raise ModelError(f"slots of {dim} channels for {HEADS} heads", why="heads must divide channels")
+        check_heads(dim, HEADS)
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out_proj = nn.Linear(dim, dim)
         for third in self.qkv.weight.chunk(3):
@@ -146,14 +150,12 @@ class PredictorBlock(nn.Module):
 class SlotPredictor(nn.Module):
     """Predict the initial slots of the next frame from the slots of a frame."""
 
-    def __init__(self, dim: int, *, num_blocks: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(PredictorBlock(dim) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList([PredictorBlock(dim)])
 
     def forward(self, slots: Tensor) -> Tensor:
-        for block in self.blocks:
-            slots = block(slots)
-        return to_fp32(slots)
+        return to_fp32(self.blocks[0](slots))
 
 
 class SlotSequence(NamedTuple):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep_train.workloads.slots.config import WordsModelConfig
 from halfstep_train.workloads.slots.dvae import DVae, compute_word_grid
 from halfstep_train.workloads.slots.slot_attention import HEADS, Mlp, Processor, SlotAttention, SlotPredictor
 from halfstep_train.workloads.slots.slot_decoder import SlotDecoder
@@ -68,10 +69,8 @@ class SlotContrast(nn.Module):
         self.size = size
         self.initializer = LearnedSlots(size.num_slots, size.slot_dim)
         self.encoder = SlotEncoder(size.feature_dim, size.slot_dim)
-        corrector = SlotAttention(
-            size.slot_dim, size.slot_dim, num_iterations=size.num_iterations, first_iterations=size.num_iterations + 1
-        )
-        predictor = SlotPredictor(size.slot_dim, num_blocks=1)
+        corrector = SlotAttention(size.slot_dim, size.slot_dim, num_iterations=size.num_iterations)
+        predictor = SlotPredictor(size.slot_dim)
         self.processor = Processor(corrector, predictor)
         self.decoder = SlotDecoder(
             size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions
@@ -116,41 +115,31 @@ NOT_COUNTED = -1
 """Target of words in padding frames, which the loss ignores."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WordsSize:
-    """Sizes of the VAE and of the word decoder; without blocks there is no decoder."""
-
-    image_size: int
-    word_side: int = 14
-    vocabulary: int = 512
-    dim: int = 128
-    num_blocks: int = 4
-    dropout: float = 0.1
-    dvae_checkpointing: bool = False
-    checkpointing: bool = False
-
-
 class SlotContrastWords(SlotContrast):
     """SlotContrast whose slots also predict the words of a discrete VAE."""
 
-    def __init__(self, size: SlotContrastSize, words: WordsSize) -> None:
+    def __init__(
+        self, size: SlotContrastSize, words: WordsModelConfig, image_size: int, *, checkpointing: bool = False
+    ) -> None:
+        """Build the modules; without `words.words_blocks` there is no word decoder."""
         super().__init__(size)
-        rows, columns = compute_word_grid(words.image_size, words.image_size, words.word_side)
+        rows, columns = compute_word_grid(image_size, image_size, words.word_side)
         downs, ups = WORD_SIDES[words.word_side]
-        self.dvae = DVae(words.vocabulary, downs=downs, ups=ups, checkpointing=words.dvae_checkpointing)
-        if not words.num_blocks:
+        recomputes_vae = checkpointing or words.dvae_checkpointing
+        self.dvae = DVae(words.vocabulary, downs=downs, ups=ups, checkpointing=recomputes_vae)
+        if not words.words_blocks:
             return
         self.steve_decoder = WordDecoder(
             words.vocabulary,
             rows * columns,
-            dim=words.dim,
-            num_blocks=words.num_blocks,
+            dim=words.words_dim,
+            num_blocks=words.words_blocks,
             heads=HEADS,
-            dropout=words.dropout,
-            checkpointing=words.checkpointing,
+            dropout=words.words_dropout,
+            checkpointing=checkpointing,
         )
-        is_wide = size.slot_dim == words.dim
-        self.slot_proj = nn.Identity() if is_wide else make_linear(size.slot_dim, words.dim, bias=False)
+        is_wide = size.slot_dim == words.words_dim
+        self.slot_proj = nn.Identity() if is_wide else make_linear(size.slot_dim, words.words_dim, bias=False)
 
     def compute_word_losses(
         self,

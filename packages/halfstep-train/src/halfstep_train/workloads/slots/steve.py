@@ -13,7 +13,6 @@ that wins no position would be 0/0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep_train.workloads.slots.config import SteveModelConfig
 from halfstep_train.workloads.slots.dvae import ConvRelu, DVae, compute_word_grid, make_convolution
 from halfstep_train.workloads.slots.slot_attention import HEADS, apply_gates
 from halfstep_train.workloads.slots.word_decoder import TransformerEncoder, WordDecoder, make_linear, words_loss
@@ -29,21 +29,6 @@ WORD_SIDE = 4
 """Side of a word in pixels."""
 KEPT_SIZE = 64
 """The image size at which the encoder keeps the resolution; it halves all others, as upstream."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SteveSize:
-    """Sizes of the model, with upstream's defaults."""
-
-    image_size: int = 128
-    vocabulary: int = 4096
-    num_slots: int = 15
-    slot_dim: int = 192
-    num_iterations: int = 2
-    cnn_channels: int = 64
-    dim: int = 192
-    decoder_blocks: int = 8
-    dropout: float = 0.1
 
 
 class SteveOutputs(NamedTuple):
@@ -81,26 +66,21 @@ class GridPositions(nn.Module):
 class SteveEncoder(nn.Module):
     """Compute slots and attention of frames (B, T, 3, H, W)."""
 
-    def __init__(self, size: SteveSize) -> None:
+    def __init__(self, size: SteveModelConfig, image_size: int) -> None:
         super().__init__()
-        stride = 1 if size.image_size == KEPT_SIZE else 2
+        stride = 1 if image_size == KEPT_SIZE else 2
         channels = size.cnn_channels
         self.cnn = nn.Sequential(
             ConvRelu(3, channels, 5, stride, 2),
             *(ConvRelu(channels, channels, 5, 1, 2) for _ in range(2)),
             make_convolution(channels, size.dim, 5, 1, 2),
         )
-        self.pos = GridPositions(size.dim, size.image_size // stride)
+        self.pos = GridPositions(size.dim, image_size // stride)
         self.layer_norm = nn.LayerNorm(size.dim)
         self.mlp = nn.Sequential(
             make_linear(size.dim, size.dim, before_relu=True), nn.ReLU(), make_linear(size.dim, size.dim)
         )
-        self.savi = SlotAttentionVideo(
-            size.dim,
-            num_slots=size.num_slots,
-            slot_dim=size.slot_dim,
-            num_iterations=size.num_iterations,
-        )
+        self.savi = SlotAttentionVideo(size.dim, slot_dim=size.slot_dim, num_iterations=size.iterations)
         self.slot_proj = make_linear(size.slot_dim, size.dim, bias=False)
 
     def forward(self, video: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,12 +96,11 @@ class SteveEncoder(nn.Module):
 class Steve(nn.Module):
     """Compute losses, slots and masks of video (B, T, 3, H, W) in 0..1."""
 
-    def __init__(self, size: SteveSize, *, checkpointing: bool = False) -> None:
+    def __init__(self, size: SteveModelConfig, image_size: int, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.size = size
-        self.grid = compute_word_grid(size.image_size, size.image_size, WORD_SIDE)
+        self.grid = compute_word_grid(image_size, image_size, WORD_SIDE)
         self.dvae = DVae(size.vocabulary, checkpointing=checkpointing)
-        self.steve_encoder = SteveEncoder(size)
+        self.steve_encoder = SteveEncoder(size, image_size)
         self.steve_decoder = WordDecoder(
             size.vocabulary,
             self.grid[0] * self.grid[1],
@@ -183,16 +162,9 @@ class RecurrentCell(nn.GRUCell):
 class SlotAttentionVideo(nn.Module):
     """Slot attention over the frames of a clip, starting from a normal draw (B, slots, slot_dim)."""
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_slots: int,
-        slot_dim: int,
-        num_iterations: int,
-    ) -> None:
+    def __init__(self, dim: int, *, slot_dim: int, num_iterations: int) -> None:
         super().__init__()
-        self.num_slots, self.slot_dim, self.num_iterations = num_slots, slot_dim, num_iterations
+        self.slot_dim, self.num_iterations = slot_dim, num_iterations
         self.slot_mu, self.slot_log_sigma = (nn.Parameter(torch.empty(1, 1, slot_dim)) for _ in range(2))
         nn.init.xavier_uniform_(self.slot_mu)
         nn.init.xavier_uniform_(self.slot_log_sigma)
@@ -206,7 +178,7 @@ class SlotAttentionVideo(nn.Module):
         self.mlp = nn.Sequential(
             make_linear(slot_dim, slot_dim, before_relu=True), nn.ReLU(), make_linear(slot_dim, slot_dim)
         )
-        self.predictor = TransformerEncoder(1, slot_dim, HEADS, dropout=0.0)
+        self.predictor = TransformerEncoder(slot_dim, HEADS)
 
     def forward(self, features: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         """Return slots (B, T, slots, slot_dim) in fp32, and the attention (B, T, positions, slots)."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data import noise
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.models.weights import Weights, load_weights_file_
@@ -19,10 +18,10 @@ from halfstep_train.workloads.base.workload import Group, Workload
 from halfstep_train.workloads.slots import build as slotcontrast
 from halfstep_train.workloads.slots.config import SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import ClipData, ClipSamples, open_clips, to_unit_pixels
-from halfstep_train.workloads.slots.pictures import make_steve_sampler
+from halfstep_train.workloads.slots.pictures import make_sampler
 from halfstep_train.workloads.slots.scores import SteveMetrics, compute_temperature, compute_total_loss, settle_scale
-from halfstep_train.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, rename_upstream
-from halfstep_train.workloads.slots.steve import Steve, SteveOutputs, SteveSize
+from halfstep_train.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, rename_upstream
+from halfstep_train.workloads.slots.steve import Steve, SteveOutputs
 
 FRAGILE_WORDS = (
     "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature as low as 0.1",
@@ -94,19 +93,15 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
         ),
         values={"tau": tau},
         settled=settle_scale(config) if config.model.loss == "sum" else {},
-        sample=make_steve_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
+        sample=make_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
         notes=about.notes if about else (),
         about=about.about if about else (),
-        val_names=about.val_names if about else (),
+        val_names=about.val.list_names() if about else (),
     )
 
 
 def build_steve(config: SteveConfig) -> Steve:
-    m = config.model
-    size = fill_from_settings(
-        SteveSize, m, image_size=config.data.image_size, num_slots=m.slots, num_iterations=m.iterations
-    )
-    return Steve(size, checkpointing=config.train.activation_checkpointing)
+    return Steve(config.model, config.data.image_size, checkpointing=config.train.activation_checkpointing)
 
 
 class PrepareClips:
@@ -187,20 +182,10 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
 
 def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
     """Build the trained modules of SlotContrast with words."""
-    m, recomputes = config.model, config.train.activation_checkpointing
-    words = WordsSize(
-        image_size=config.data.image_size,
-        word_side=m.word_side,
-        vocabulary=m.vocabulary,
-        dim=m.words_dim,
-        num_blocks=m.words_blocks,
-        dropout=m.words_dropout,
-        dvae_checkpointing=m.dvae_checkpointing or recomputes,
-        checkpointing=recomputes,
-    )
 
     def make(size: SlotContrastSize) -> SlotContrastWords:
-        return SlotContrastWords(size, words)
+        recomputes = config.train.activation_checkpointing
+        return SlotContrastWords(size, config.model, config.data.image_size, checkpointing=recomputes)
 
     model = slotcontrast.build_model(config, backbone, make=make)
     assert isinstance(model, SlotContrastWords)

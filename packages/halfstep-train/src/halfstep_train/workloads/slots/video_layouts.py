@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageSequence
@@ -41,67 +42,32 @@ from halfstep_train.data.files import (
     require_folder,
 )
 from halfstep_train.data.images import open_image, read_image, read_image_facts, to_bytes
-from halfstep_train.workloads.slots.videos import ShardVideos, Video, Videos, describe_left_out, renumber_labels
+from halfstep_train.workloads.slots.config import VideoDataConfig
+from halfstep_train.workloads.slots.videos import Video, describe_left_out, open_each, open_shards, renumber_labels
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
 DECODERS = ("av", "cv2")
 UNDECODABLE = (*UNREADABLE, IndexError)
 """Pillow raises IndexError for a truncated gif, PyAV for a file without a video stream."""
-PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
-class VideoFiles:
-    """A set of video files, which have no masks."""
+@dataclass(frozen=True, kw_only=True)
+class VideoFile(Video):
+    """A video file, which has no masks."""
 
-    labels_background = True
-
-    def __init__(self, paths: Sequence[Path], *, bad_files: BadFiles) -> None:
-        self._paths: list[Path] = []
-        self._videos: list[Video] = []
-        for path in paths:
-            try:
-                count, size = read_video_facts(path)
-            except DataError as error:
-                bad_files.report(error)
-                continue
-            self._paths.append(path)
-            self._videos.append(Video(name=path.name, num_frames=count, size=size))
-
-    @property
-    def videos(self) -> Sequence[Video]:
-        return self._videos
-
-    def read_frames(self, index: int, first: int, count: int) -> Array:
-        return read_frames(self._paths[index], first, count)
-
-    def read_masks(self, index: int, first: int, count: int) -> Array:
-        raise AssertionError("video files have no masks")
-
-    def files(self) -> Sequence[Path]:
-        return self._paths
+    def read_frames(self, first: int, count: int) -> Array:
+        return np.stack(list(islice(_iterate_frames(self.paths[0]), first, first + count)))
 
 
-def read_video_facts(path: Path) -> tuple[int, tuple[int, int]]:
-    """Return the number of frames and their (height, width). Frames are counted: a container's metadata is often
-    wrong."""
-    if path.suffix.lower() == ".gif":
-        try:
-            with Image.open(path) as picture:
-                return int(getattr(picture, "n_frames", 1)), (picture.height, picture.width)
-        except UNDECODABLE as error:
-            raise make_unreadable_error(path, error) from error
+def open_video_file(path: Path) -> VideoFile:
+    """Open a video file. Frames are counted: a container's metadata is often wrong."""
     count, size = 0, (0, 0)
     for frame in _iterate_frames(path):
         count, size = count + 1, (frame.shape[0], frame.shape[1])
     if count == 0:
         raise DataError(f"{path} holds no frame", fix="replace the file, or data.on_bad_file=skip")
-    return count, size
-
-
-def read_frames(path: Path, first: int, count: int) -> Array:
-    """Return frames from `first` on as (count, H, W, 3) uint8."""
-    return np.stack(list(islice(_iterate_frames(path), first, first + count)))
+    return VideoFile(name=path.name, paths=(path,), num_frames=count, size=size)
 
 
 def _iterate_frames(path: Path) -> Iterator[Array]:
@@ -148,117 +114,69 @@ def _decode_by_opencv(cv2, path: Path) -> Iterator[Array]:  # type: ignore[no-un
         capture.release()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VideoSplit:
-    """Videos of one split, as indices into a set."""
-
-    videos: Videos
-    members: tuple[int, ...]
-
-    @property
-    def have_masks(self) -> bool:
-        return bool(self.members) and all(self.videos.videos[index].has_masks for index in self.members)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.videos.videos[index].name for index in self.members)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundVideos:
+class FoundVideos(NamedTuple):
     """Both splits of a data folder, and how they were found."""
 
-    train: VideoSplit
-    val: VideoSplit | None
+    train: list[Video]
+    val: list[Video]
     layout: str
 
 
-def find_videos(
-    root: str | Path | None,
-    *,
-    train_shards: str | Sequence[str] = "",
-    val_shards: str | Sequence[str] = "",
-    val_videos: Sequence[str] = (),
-    val_fraction: float = 0.1,
-    bad_files: BadFiles,
-) -> FoundVideos:
-    """Find the videos of a folder and split them into training and validation."""
-    root = require_folder(root)
+def find_videos(config: VideoDataConfig, bad_files: BadFiles) -> FoundVideos:
+    """Find the videos of `config.dir` and split them into training and validation."""
+    root = require_folder(config.dir)
     # Explicit patterns come first, then tars, split folders, and one set of videos.
-    if train_shards:
-        train = ShardVideos(root, train_shards, bad_files=bad_files)
-        val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None
-        if val is None:
-            return _split_videos(train, val_videos, val_fraction, "shards", bad_files)
-        return _use_both(train, val, "shards by pattern")
+    if config.train_shards:
+        train = open_shards(root, config.train_shards, bad_files)
+        if config.val_shards:
+            return FoundVideos(train, open_shards(root, config.val_shards, bad_files), "shards by pattern")
+        return _split_videos(train, config, "shards", bad_files)
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
+    train_tars = [name for name in tars if "train" in Path(name).name.lower()]
+    val_tars = [
+        name
+        for name in tars
+        if name not in train_tars and any(word in Path(name).name.lower() for word in VALIDATION_NAMES)
+    ]
+    if train_tars and val_tars:
+        train, val = (open_shards(root, names, bad_files) for names in (train_tars, val_tars))
+        return FoundVideos(train, val, "shards by name")
     if tars:
-        return _find_in_tars(root, tars, val_videos, val_fraction, bad_files)
+        return _split_videos(open_shards(root, tars, bad_files), config, "shards", bad_files)
     val_folder = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
     if (root / "train").is_dir() and val_folder is not None:
-        train_set, val_set = (open_videos(path, bad_files=bad_files) for path in (root / "train", val_folder))
-        return _use_both(train_set, val_set, f"train/ and {val_folder.name}/")
-    return _split_videos(
-        open_videos(root, bad_files=bad_files), val_videos, val_fraction, "one set of videos", bad_files
-    )
+        train, val = (_open_folder(path, bad_files) for path in (root / "train", val_folder))
+        return FoundVideos(train, val, f"train/ and {val_folder.name}/")
+    return _split_videos(_open_folder(root, bad_files), config, "one set of videos", bad_files)
 
 
-def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
-    """Open every video of one folder: tars, files, or folders of frames."""
-    tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
-    if tars:
-        return ShardVideos(root, tars, bad_files=bad_files)
+def _open_folder(root: Path, bad_files: BadFiles) -> list[Video]:
+    """Open the video files of a folder or, if there are none, its folders of frames."""
     if files := list_files(root, VIDEO_ENDINGS):
-        return VideoFiles(files, bad_files=bad_files)
-    if packed := [path for path in sorted(root.rglob("*.t*")) if path.name.lower().endswith(PACKED)]:
-        raise DataError(
-            f"{packed[0]} is compressed", why="samples are read by their offset in the tar", fix="decompress it to .tar"
-        )
-    return FrameFolders(root, bad_files=bad_files)
+        return open_each(open_video_file, files, str(root), bad_files)
+    is_thorough = bad_files.mode == "skip"
+    return open_each(lambda path: open_frames(path, every_size=is_thorough), list_folders(root), str(root), bad_files)
 
 
-def _find_in_tars(
-    root: Path, tars: list[str], val_videos: Sequence[str], val_fraction: float, bad_files: BadFiles
-) -> FoundVideos:
-    """Split tars by `train` and `val` in their names, or split their videos."""
-    train = [name for name in tars if "train" in Path(name).name.lower()]
-    rest = [name for name in tars if name not in train]
-    val = [name for name in rest if any(word in Path(name).name.lower() for word in VALIDATION_NAMES)]
-    if train and val:
-        train_set, val_set = (ShardVideos(root, names, bad_files=bad_files) for names in (train, val))
-        return _use_both(train_set, val_set, "shards by name")
-    return _split_videos(ShardVideos(root, tars, bad_files=bad_files), val_videos, val_fraction, "shards", bad_files)
-
-
-def _use_both(train: Videos, val: Videos, layout: str) -> FoundVideos:
-    return FoundVideos(train=_use_all(train), val=_use_all(val), layout=layout)
-
-
-def _use_all(videos: Videos) -> VideoSplit:
-    return VideoSplit(videos=videos, members=tuple(range(len(videos.videos))))
-
-
-def _split_videos(
-    videos: Videos, val_videos: Sequence[str], val_fraction: float, layout: str, bad_files: BadFiles
-) -> FoundVideos:
+def _split_videos(videos: list[Video], config: VideoDataConfig, layout: str, bad_files: BadFiles) -> FoundVideos:
     """Split a set by name patterns, or use its last videos for validation."""
-    names = [video.name for video in videos.videos]
-    if val_videos:
-        held = [index for index, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in val_videos)]
-        if len(held) in (0, len(names)):
-            raise DataError(
-                f"data.val_videos {', '.join(val_videos)} matches {len(held)} of {format_count(len(names), 'video')}",
-                why=describe_left_out(bad_files),
-                fix=f"choose among the videos: {list_some(names)}",
-            )
-        how = "data.val_videos"
-    else:
-        count = count_held_out(len(names), val_fraction)
-        held, how = list(range(len(names) - count, len(names))), "the last videos in order"
-    train = tuple(index for index in range(len(names)) if index not in set(held))
-    val = VideoSplit(videos=videos, members=tuple(held)) if held else None
-    kept = f"; validation: {how}" if held else "; no validation"
-    return FoundVideos(train=VideoSplit(videos=videos, members=train), val=val, layout=layout + kept)
+    names = [video.name for video in videos]
+    how = "validation: data.val_videos"
+    is_held = [any(fnmatchcase(name, pattern) for pattern in config.val_videos) for name in names]
+    if not config.val_videos:
+        count = count_held_out(len(names), config.val_fraction)
+        how = "validation: the last videos in order" if count else "no validation"
+        is_held = [index >= len(names) - count for index in range(len(names))]
+    elif sum(is_held) in (0, len(names)):
+        raise DataError(
+            f"data.val_videos {', '.join(config.val_videos)} matches {sum(is_held)} of "
+            f"{format_count(len(names), 'video')}",
+            why=describe_left_out(bad_files),
+            fix=f"choose among the videos: {list_some(names)}",
+        )
+    train = [video for video, held in zip(videos, is_held, strict=True) if not held]
+    val = [video for video, held in zip(videos, is_held, strict=True) if held]
+    return FoundVideos(train, val, f"{layout}; {how}")
 
 
 FRAME_ENDINGS = tuple(ending for ending in IMAGE_ENDINGS if ending != ".gif")  # a gif is a video
@@ -268,80 +186,52 @@ STEVE_FRAME = re.compile(r"(\d+)_image$")
 STEVE_MASK = re.compile(r"(\d+)_mask_(\d+)$")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrameFolder:
-    """The files of one video. Each frame has one mask image, one mask image per object (by label), or none."""
+@dataclass(frozen=True, kw_only=True)
+class FrameFolder(Video):
+    """A folder of frames. Each has one mask image, one mask image per object (by label), or none."""
 
-    path: Path
-    frames: tuple[Path, ...]
     masks: tuple[dict[int, Path] | Path, ...] = ()
 
+    def read_frames(self, first: int, count: int) -> Array:
+        return read_frame_files(self.paths[first : first + count], self.size)
 
-class FrameFolders:
-    """A set of videos: every folder below `root` that holds frames."""
+    def read_masks(self, first: int, count: int) -> Array:
+        labels = [self._read_mask(mask) for mask in self.masks[first : first + count]]
+        return renumber_labels(np.stack(labels), self.name)
 
-    labels_background = True
-
-    def __init__(self, root: Path, *, bad_files: BadFiles) -> None:
-        self._folders: list[FrameFolder] = []
-        self._videos: list[Video] = []
-        for path in list_folders(root):
-            try:
-                self._add(path, all_frames=bad_files.mode == "skip")
-            except DataError as error:
-                bad_files.report(error)
-        if not self._folders:
-            left_out = f"; {len(bad_files.skipped)} were left out" if bad_files.skipped else ""
-            raise DataError(
-                f"no video is in {root}",
-                why=f"no folder in it holds frames{left_out}",
-                fix="use one folder of images per video, tar shards, or .gif and .mp4 files",
-            )
-
-    def _add(self, path: Path, *, all_frames: bool) -> None:
-        """Add the folder if it holds frames; with `all_frames`, check the size of every frame first."""
-        folder = find_frames(path)
-        if folder is None:
-            return
-        sizes = {read_image_facts(frame).size: frame for frame in (folder.frames if all_frames else folder.frames[:1])}
-        if len(sizes) > 1:
-            raise _make_size_error(path, *list(sizes.items())[:2])
-        self._folders.append(folder)
-        size = next(iter(sizes))
-        self._videos.append(
-            Video(name=path.name, num_frames=len(folder.frames), size=size, has_masks=bool(folder.masks))
-        )
-
-    @property
-    def videos(self) -> Sequence[Video]:
-        return self._videos
-
-    def read_frames(self, index: int, first: int, count: int) -> Array:
-        folder, size = self._folders[index], self._videos[index].size
-        return read_frame_files(folder.frames[first : first + count], (size, folder.frames[0]))
-
-    def read_masks(self, index: int, first: int, count: int) -> Array:
-        folder, size = self._folders[index], self._videos[index].size
-        wanted = folder.masks[first : first + count]
-        labels = [_merge_objects(mask, size) if isinstance(mask, dict) else _read_labels(mask, size) for mask in wanted]
-        return renumber_labels(np.stack(labels), folder.path.name)
-
-    def files(self) -> Sequence[Path]:
-        return [path for folder in self._folders for path in folder.frames]
+    def _read_mask(self, mask: dict[int, Path] | Path) -> Array:
+        if isinstance(mask, Path):
+            return _read_labels(mask, self.size)
+        labels = np.zeros(self.size, dtype=np.int64)
+        for number, path in mask.items():
+            labels[_read_labels(path, self.size) > 0] = number
+        return labels
 
 
-def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] | None = None) -> Array:
-    """Read the frames (T, H, W, 3) uint8 of one video. All must have the same size as `first`: (size, file), by default
-    the first of `paths`."""
-    frames = []
-    for path in paths:
-        frame = to_bytes(read_image(path, channels=3))
-        size = (frame.shape[0], frame.shape[1])
-        first = first or (size, path)
-        if size != first[0]:
-            raise _make_size_error(path.parent, first, (size, path))
-        frames.append(frame)
+def read_frame_files(paths: Sequence[Path], size: tuple[int, int] | None = None) -> Array:
+    """Read the frames (T, H, W, 3) uint8 of one video, which all have the given size or that of the first one."""
+    frames = [to_bytes(read_image(path, channels=3)) for path in paths]
+    for path, frame in zip(paths, frames, strict=True):
+        _check_size(path, frame.shape[:2], size or frames[0].shape[:2])
     return np.stack(frames)
+
+
+def _read_labels(path: Path, size: tuple[int, int]) -> Array:
+    """Read a label image (H, W) as int64; colours become numbers."""
+    with open_image(path) as image:
+        values = np.asarray(image)
+    if values.ndim == 3:  # one label per colour; black is 0
+        values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
+    _check_size(path, values.shape, size)
+    return values.astype(np.int64)
+
+
+def _check_size(path: Path, found: tuple[int, ...], size: tuple[int, ...]) -> None:
+    if found != size:
+        raise DataError(
+            f"{path} is {found[1]}×{found[0]}, but the first frame of its video is {size[1]}×{size[0]}",
+            fix="resize all frames and masks of a video to one size, or leave bad videos out: data.on_bad_file=skip",
+        )
 
 
 def is_mask(path: Path) -> bool:
@@ -351,72 +241,45 @@ def is_mask(path: Path) -> bool:
     return has_frames or STEVE_MASK.match(path.stem) is not None
 
 
-def find_frames(path: Path) -> FrameFolder | None:
-    """Return the frames and masks of a folder; None if it has no frames."""
+def open_frames(path: Path, *, every_size: bool) -> FrameFolder | None:
+    """Open a folder of frames and masks, and check the size of every frame or only of those that are read later;
+    return None if it is no video."""
     inner = next((path / name for name in FRAME_FOLDERS if (path / name).is_dir()), None)
-    pictures = list_files(inner or path, FRAME_ENDINGS)
-    steve = {found[1]: file for file in pictures if (found := STEVE_FRAME.search(file.stem))}
-    if steve and inner is None:
-        return _find_steve_frames(path, steve, pictures)
-    frames = tuple(pictures)
-    mask_folders = [path / name for name in MASK_FOLDERS if (path / name).is_dir()]
-    masks = list_files(mask_folders[0], FRAME_ENDINGS) if inner and mask_folders else []
-    if not frames:
-        if inner or mask_folders:
-            raise DataError(f"{path} holds no frames", why="its images are all masks" if masks else "")
+    frames = list_files(inner or path, FRAME_ENDINGS)
+    mask_folder = next((path / name for name in MASK_FOLDERS if (path / name).is_dir()), None)
+    masks: Sequence[dict[int, Path] | Path] = list_files(mask_folder, FRAME_ENDINGS) if inner and mask_folder else []
+    if inner is None and any(STEVE_FRAME.search(file.stem) for file in frames):
+        frames, masks = _match_steve_frames(path, frames)
+    if not frames and not inner and not mask_folder:
         return None
-    if masks and len(masks) != len(frames):
+    if not frames or len(masks) not in (0, len(frames)):
         raise DataError(
             f"{path} holds {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
             fix="add one mask per frame, or none at all",
         )
-    return FrameFolder(path=path, frames=frames, masks=tuple(masks))
-
-
-def _find_steve_frames(path: Path, frames: dict[str, Path], pictures: list[Path]) -> FrameFolder:
-    """Match frames and masks of one video by their numbers."""
-    objects: dict[str, dict[int, Path]] = {}
-    for file in pictures:
-        if found := STEVE_MASK.search(file.stem):
-            objects.setdefault(found[1], {})[int(found[2])] = file
-    without = [frames[number].name for number in frames if number not in objects]
-    if objects and without:
-        raise DataError(
-            f"{path}: frames without a mask: {list_some(without)}", fix="add masks for all frames, or for none"
-        )
-    if alone := sorted(set(objects) - set(frames)):
-        raise DataError(f"{path}: masks without a frame: {list_some(alone)}", fix="add NUMBER_image.png")
+    size = read_image_facts(frames[0]).size
+    for frame in frames if every_size else ():
+        _check_size(frame, read_image_facts(frame).size, size)
     return FrameFolder(
-        path=path, frames=tuple(frames.values()), masks=tuple(objects[number] for number in frames) if objects else ()
+        name=path.name,
+        paths=tuple(frames),
+        num_frames=len(frames),
+        size=size,
+        has_masks=bool(masks),
+        masks=tuple(masks),
     )
 
 
-def _merge_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
-    """Merge one mask image per object into one label image."""
-    labels = np.zeros(size, dtype=np.int64)
-    for number, path in objects.items():
-        labels[_read_labels(path, size) > 0] = number
-    return labels
-
-
-def _read_labels(path: Path, size: tuple[int, int]) -> Array:
-    """Read a label image (H, W) as int64; colours become numbers."""
-    with open_image(path) as image:
-        values = np.asarray(image)
-    if values.ndim == 3:  # one label per colour; black is 0
-        values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
-    if values.shape != size:
-        found = f"{values.shape[1]}×{values.shape[0]}"
+def _match_steve_frames(path: Path, files: list[Path]) -> tuple[list[Path], list[dict[int, Path]]]:
+    """Match frames and masks of one video by their numbers."""
+    frames = {found[1]: file for file in files if (found := STEVE_FRAME.search(file.stem))}
+    masks: dict[str, dict[int, Path]] = {}
+    for file in files:
+        if found := STEVE_MASK.search(file.stem):
+            masks.setdefault(found[1], {})[int(found[2])] = file
+    if masks and (alone := sorted(masks.keys() ^ frames.keys())):
         raise DataError(
-            f"{path} is {found}, but its frame is {size[1]}×{size[0]}", fix="make masks as large as their frames"
+            f"{path}: frames without masks, or masks without a frame: {list_some(alone)}",
+            fix="add NUMBER_image.png and masks for all frames, or leave out all masks",
         )
-    return values.astype(np.int64)
-
-
-def _make_size_error(folder: Path, one: tuple[tuple[int, ...], Path], other: tuple[tuple[int, ...], Path]) -> DataError:
-    (size, file), (other_size, other_file) = one, other
-    return DataError(
-        f"frames of {folder} differ in size: {file.name} is {size[1]}×{size[0]}, "
-        f"{other_file.name} {other_size[1]}×{other_size[0]}",
-        fix="resize all frames of a video to one size, or leave bad videos out: data.on_bad_file=skip",
-    )
+    return list(frames.values()), [masks[number] for number in frames] if masks else []

@@ -1,8 +1,8 @@
-"""Sets of videos: the interface that reads frames and masks by index, and its implementation for tar shards.
+"""A video whose frames are read by index, and its implementation for tar shards.
 
-Clips are cut from a `Videos` (data.py); folders of frames and video files are in video_layouts.py. Opening a set reads
-every header, so that a problem with one video is reported by name before training; with `data.on_bad_file: skip` such
-videos are left out and counted.
+Clips are cut from videos in data.py; folders of frames and video files are in video_layouts.py. Opening a video reads
+its headers, so that a problem is reported by name before training; with `data.on_bad_file: skip` such videos are left
+out and counted.
 
 The headers of a webdataset shard are read once. After that, each file of a sample is an offset and a size, so any
 sample can be read by its index, in any order and by any process. Reading tars as a stream, as webdataset does, cannot
@@ -11,13 +11,13 @@ do that: a sample then depends on the worker that happens to read its shard, and
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,124 +25,129 @@ from halfstep.errors import DataError, format_count, summarise_error
 from halfstep_train.data.files import Array, BadFiles, list_some
 
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
-WRITE_VIDEO = "write NAME.video.npy with uint8 frames (T, H, W, 3)"
 NO_OBJECT = 0
 """The label of background or unlabelled pixels."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Video:
-    """Facts about one video, known without reading a frame."""
+    """One video; its size and length are known without reading a frame."""
 
     name: str
+    paths: tuple[Path, ...]
+    """The files that it is read from."""
     num_frames: int
     size: tuple[int, int]
     """Height and width."""
     has_masks: bool = False
+    labels_background: bool = True
+    """True if label 0 is an annotated background, not just unlabelled pixels."""
 
-
-class Videos(Protocol):
-    """A set of videos."""
-
-    @property
-    def videos(self) -> Sequence[Video]: ...
-
-    @property
-    def labels_background(self) -> bool:
-        """True if label 0 is an annotated background, not just unlabelled pixels."""
-        ...
-
-    def read_frames(self, index: int, first: int, count: int) -> Array:
+    def read_frames(self, first: int, count: int) -> Array:
         """Return frames (count, H, W, 3) uint8."""
-        ...
+        raise NotImplementedError
 
-    def read_masks(self, index: int, first: int, count: int) -> Array:
+    def read_masks(self, first: int, count: int) -> Array:
         """Return labels (count, H, W) uint8: 0 is background, every other number an object, the same in all frames."""
-        ...
-
-    def files(self) -> Sequence[Path]: ...
+        raise NotImplementedError
 
 
-class ShardVideos:
-    """Videos in tar shards: `.video.npy` (T, H, W, 3) and optionally `.segmentations.npy` (T, H, W[, 1])."""
-
-    def __init__(self, root: Path, patterns: str | Sequence[str], *, bad_files: BadFiles) -> None:
-        self._paths = find_shards(root, patterns, bad_files=bad_files)
-        self._videos: list[Video] = []
-        self._arrays: list[tuple[StoredArray, StoredArray | None]] = []
-        for path in self._paths:
-            for sample in index_shard(path, bad_files=bad_files):
-                try:
-                    self._add(path, sample)
-                except DataError as error:
-                    bad_files.report(error)
-        if not self._videos:
-            named = list_some([patterns] if isinstance(patterns, str) else patterns)
-            raise DataError(f"no video is in {named} below {root}", why=describe_left_out(bad_files), fix=WRITE_VIDEO)
-
-    def _add(self, path: Path, sample: ShardSample) -> None:
-        """Add one video after checking its headers; raise DataError if it cannot be used."""
-        where = f"sample {sample.name} of {path}"
-        if VIDEO_PART not in sample.parts:
-            has_masks = any(part in sample.parts for part in MASK_PARTS)
-            raise DataError(
-                f"{where} has {'masks but no' if has_masks else 'no'} {VIDEO_PART}",
-                why=f"its files are {', '.join(sample.parts)}",
-                fix=f"{WRITE_VIDEO}, or data.on_bad_file=skip",
-            )
-        frames = read_array_header(sample.parts[VIDEO_PART], f"{sample.name}.{VIDEO_PART}")
-        if len(frames.shape) != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-            raise DataError(
-                f"{where}: frames are {frames.dtype} {frames.shape}",
-                fix="save uint8 (T, H, W, 3), or data.on_bad_file=skip",
-            )
-        part = next((sample.parts[name] for name in MASK_PARTS if name in sample.parts), None)
-        masks = None if part is None else read_array_header(part, f"{sample.name}'s masks")
-        if masks is not None:
-            _check_masks(masks, frames.shape, where)
-        self._arrays.append((frames, masks))
-        self._videos.append(
-            Video(
-                name=f"{path.name}/{sample.name}",
-                num_frames=frames.shape[0],
-                size=(frames.shape[1], frames.shape[2]),
-                has_masks=masks is not None,
-            )
-        )
-
-    @property
-    def videos(self) -> Sequence[Video]:
-        return self._videos
-
-    @property
-    def labels_background(self) -> bool:
-        """False for masks with one plane per object (YTVIS), which leave pixels unlabelled."""
-        return not any(masks is not None and masks.shape[3:] not in ((), (1,)) for _, masks in self._arrays)
-
-    def read_frames(self, index: int, first: int, count: int) -> Array:
-        return self._arrays[index][0].read_rows(first, count)
-
-    def read_masks(self, index: int, first: int, count: int) -> Array:
-        stored = self._arrays[index][1]
-        assert stored is not None, "masks were requested of a video without any"
-        rows = stored.read_rows(first, count)
-        # Either one mask per object (YTVIS) or one label per pixel.
-        if rows.ndim == 4 and rows.shape[3] > 1:
-            return merge_planes(rows, self._videos[index].name)
-        return renumber_labels(rows.reshape(rows.shape[:3]), self._videos[index].name)
-
-    def files(self) -> Sequence[Path]:
-        return self._paths
+Source = TypeVar("Source")
 
 
-def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> None:
-    """Raise DataError if the masks of a video do not fit its frames."""
-    if len(masks.shape) not in (3, 4) or masks.shape[:3] != frames[:3] or masks.dtype.kind not in "uib":
+def open_each(
+    open_one: Callable[[Source], Video | None], sources: Iterable[Source], where: str, bad_files: BadFiles
+) -> list[Video]:
+    """Open a video from each source that holds one; report those that cannot be used."""
+    found = []
+    for source in sources:
+        try:
+            video = open_one(source)
+        except DataError as error:
+            bad_files.report(error)
+        else:
+            found += [video] if video is not None else []
+    if not found:
         raise DataError(
-            f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames}",
-            why="masks hold one object number per pixel of each frame",
-            fix=f"save integers of shape {(*frames[:3], 1)}, or data.on_bad_file=skip",
+            f"no video is in {where}",
+            why=describe_left_out(bad_files),
+            fix="use one folder of images per video, tar shards that are not compressed, or .gif and .mp4 files",
         )
+    return found
+
+
+def describe_left_out(bad_files: BadFiles) -> str:
+    """Describe the files that were left out; empty if there are none."""
+    return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardVideo(Video):
+    """A sample of a tar shard: `.video.npy` (T, H, W, 3) and optionally `.segmentations.npy` (T, H, W[, 1])."""
+
+    frames: StoredArray
+    masks: StoredArray | None
+
+    def read_frames(self, first: int, count: int) -> Array:
+        return self.frames.read_rows(first, count)
+
+    def read_masks(self, first: int, count: int) -> Array:
+        assert self.masks is not None, "masks were requested of a video without any"
+        rows = self.masks.read_rows(first, count)
+        # Either one mask per object (YTVIS) or one label per pixel.
+        if not self.labels_background:
+            return merge_planes(rows, self.name)
+        return renumber_labels(rows.reshape(rows.shape[:3]), self.name)
+
+
+def open_shards(root: Path, patterns: str | Sequence[str], bad_files: BadFiles) -> list[Video]:
+    """Open the videos of all shards that the patterns name."""
+    samples = (
+        (path, name, parts)
+        for path in find_shards(root, patterns, bad_files=bad_files)
+        for name, parts in index_shard(path, bad_files=bad_files).items()
+    )
+    named = list_some([patterns] if isinstance(patterns, str) else patterns)
+    return open_each(lambda sample: _open_sample(*sample), samples, f"{named} below {root}", bad_files)
+
+
+def _open_sample(path: Path, name: str, parts: Mapping[str, tarfile.TarInfo]) -> Video:
+    """Open one sample after checking its headers; raise DataError if it cannot be used."""
+    where = f"sample {name} of {path}"
+    if VIDEO_PART not in parts:
+        has_masks = any(part in parts for part in MASK_PARTS)
+        raise DataError(
+            f"{where} has {'masks but no' if has_masks else 'no'} {VIDEO_PART}",
+            why=f"its files are {', '.join(parts)}",
+            fix="write NAME.video.npy with uint8 frames (T, H, W, 3), or data.on_bad_file=skip",
+        )
+    frames = read_array_header(path, parts[VIDEO_PART])
+    if len(frames.shape) != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+        raise DataError(
+            f"{where}: frames are {frames.dtype} {frames.shape}",
+            fix="save uint8 (T, H, W, 3), or data.on_bad_file=skip",
+        )
+    part = next((parts[part] for part in MASK_PARTS if part in parts), None)
+    masks = None if part is None else read_array_header(path, part)
+    if masks and (
+        len(masks.shape) not in (3, 4) or masks.shape[:3] != frames.shape[:3] or masks.dtype.kind not in "uib"
+    ):
+        raise DataError(
+            f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames.shape}",
+            why="masks hold one object number per pixel of each frame",
+            fix=f"save integers of shape {(*frames.shape[:3], 1)}, or data.on_bad_file=skip",
+        )
+    return ShardVideo(
+        name=f"{path.name}/{name}",
+        paths=(path,),
+        num_frames=frames.shape[0],
+        size=(frames.shape[1], frames.shape[2]),
+        has_masks=masks is not None,
+        # Masks with one plane per object (YTVIS) leave pixels unlabelled.
+        labels_background=masks is None or masks.shape[3:] in ((), (1,)),
+        frames=frames,
+        masks=masks,
+    )
 
 
 def renumber_labels(labels: Array, name: str) -> Array:
@@ -172,42 +177,16 @@ def merge_planes(planes: Array, name: str) -> Array:
     return np.where(is_there.any(-1), is_there.argmax(-1) + 1, NO_OBJECT).astype(np.uint8)
 
 
-def describe_left_out(bad_files: BadFiles) -> str:
-    """Describe the files that were left out; empty if there are none."""
-    return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
-
-
-BRACES = re.compile(r"\{([^{}]*)\}")
-RANGE = re.compile(r"(\d+)\.\.(\d+)")
-MAX_SHARDS = 100_000
-"""Limit of expanded names: more than any data set has, so the pattern must be wrong."""
-
-
 def expand_braces(pattern: str) -> list[str]:
     """Expand `{000000..000002}` and `{a,b}` as a shell does; several braces give all combinations."""
-    parts = BRACES.split(pattern)
-    choices = [
-        _expand_choices(part, pattern) if index % 2 else [part] for index, part in enumerate(parts)
-    ]  # odd: braces
-    if np.prod([len(choice) for choice in choices], dtype=float) > MAX_SHARDS:
-        raise DataError(f"{pattern} expands to more than {MAX_SHARDS:,} shards", fix="check the numbers in its braces")
-    return ["".join(combination) for combination in itertools.product(*choices)]
-
-
-def _expand_choices(inner: str, pattern: str) -> list[str]:
-    """Return the alternatives of one pair of braces."""
-    if "," in inner:
-        return inner.split(",")
-    found = RANGE.fullmatch(inner)
+    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
     if found is None:
-        raise DataError(
-            f"{{{inner}}} in {pattern} is neither a range nor a list", fix="write {000000..000304} or {a,b}"
-        )
-    first, last = int(found[1]), int(found[2])
-    if not first <= last <= first + MAX_SHARDS:
-        raise DataError(f"{{{inner}}} in {pattern} runs from {first} to {last}", fix="write the smaller number first")
-    width = len(found[1]) if found[1].startswith("0") else 0
-    return [f"{number:0{width}d}" for number in range(first, last + 1)]
+        return [pattern]
+    first, last, names = found.groups()
+    width = len(first) if names is None and first.startswith("0") else 0
+    choices = names.split(",") if names else [f"{k:0{width}d}" for k in range(int(first), int(last) + 1)]
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    return [before + choice + rest for choice in choices for rest in expand_braces(after)]
 
 
 def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFiles) -> list[Path]:
@@ -236,103 +215,60 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteRange:
-    """A range of bytes in a file."""
+def index_shard(path: Path, *, bad_files: BadFiles) -> dict[str, dict[str, tarfile.TarInfo]]:
+    """Return the files of a shard by sample and extension (`video.npy`), in order.
 
-    path: Path
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardSample:
-    """One sample: its name in the shard, and the byte ranges of its files by extension (`video.npy`)."""
-
-    name: str
-    parts: dict[str, ByteRange]
-
-
-def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
-    """Return the samples of one shard in order. Files with the same name up to the first dot form one sample."""
-    samples: dict[str, dict[str, ByteRange]] = {}
+    Files with the same name up to the first dot form one sample."""
+    samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     try:
-        for name, location in _iterate_members(path):
-            folder, _, file = name.rpartition("/")
-            key, _, ending = file.partition(".")
-            if not key:  # hidden files: .DS_Store, ._video.npy
-                continue
-            parts = samples.setdefault(f"{folder}/{key}" if folder else key, {})
-            if ending.lower() in parts:
-                bad_files.report(_make_twice_error(path, name))
-            parts[ending.lower()] = location
+        with tarfile.open(path, "r:") as shard:
+            for member in shard:
+                folder, _, file = member.name.rpartition("/")
+                key, _, ending = file.partition(".")
+                if member.isreg() and key:  # without a key: hidden files such as .DS_Store, ._video.npy
+                    samples.setdefault(f"{folder}/{key}".lstrip("/"), {})[ending.lower()] = member
+            # tarfile treats anything that is not a header as the end, also in a truncated or damaged file. A complete
+            # file has an end marker there: a block of zeros.
+            assert shard.fileobj is not None
+            shard.fileobj.seek(shard.offset)
+            if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"neither a file header nor an end marker at byte {shard.offset:,}")
     except (tarfile.TarError, OSError, EOFError) as error:
         if samples:
             samples.popitem()  # the last one is truncated, or may lack files
-        bad_files.report(_make_damaged_error(path, error))
-    return [ShardSample(name=name, parts=parts) for name, parts in samples.items()]
-
-
-def _iterate_members(path: Path) -> Iterator[tuple[str, ByteRange]]:
-    """Yield the name and byte range of each file in a tar; raise ReadError if the tar is incomplete."""
-    with tarfile.open(path, "r:") as shard:
-        for member in shard:
-            if member.isreg():
-                yield member.name, ByteRange(path=path, offset=member.offset_data, size=member.size)
-        # tarfile treats anything that is not a header as the end, also in a truncated or damaged file. A complete file
-        # has an end marker there: a block of zeros.
-        assert shard.fileobj is not None
-        shard.fileobj.seek(shard.offset)
-        if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"neither a file header nor an end marker at byte {shard.offset:,}")
-
-
-def _make_twice_error(path: Path, name: str) -> DataError:
-    return DataError(
-        f"{path} holds {name} twice",
-        why="one of them would never be read",
-        fix="give each sample a different name, or use the last one: data.on_bad_file=skip",
-    )
-
-
-def _make_damaged_error(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path} is not a complete tar file",
-        why=f"{error}; compressed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
-        fix="decompress it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
-    )
-
-
-def _is_packed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4)[:2] in (b"\x1f\x8b", b"BZ") or path.suffix in (".gz", ".xz", ".zst", ".tgz")
+        bad_files.report(
+            DataError(
+                f"{path} is not a complete tar file",
+                why=f"{error}; compressed tars (.tar.gz) cannot be read by offset",
+                fix="decompress it to .tar if it is compressed, else download it again, or data.on_bad_file=skip",
+            )
+        )
+    return samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredArray:
     """A `.npy` file inside another file. Its header has been read; rows are read on demand."""
 
-    location: ByteRange
-    data_offset: int
+    path: Path
+    offset: int
+    """Position of the first row."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def read_rows(self, first: int, count: int) -> Array:
         """Read `count` rows from `first` on, and no other byte of the file."""
-        row_bytes = int(np.prod(self.shape[1:])) * self.dtype.itemsize
-        with self.location.path.open("rb") as file:
-            file.seek(self.data_offset + first * row_bytes)
-            content = file.read(count * row_bytes)
-        if len(content) < count * row_bytes:
-            raise DataError(f"{self.location.path} ends in the middle of a sample", fix="download it again")
-        return np.frombuffer(content, dtype=self.dtype).reshape(count, *self.shape[1:])
+        length = math.prod(self.shape[1:])
+        start = self.offset + first * length * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, count * length, offset=start).reshape(count, *self.shape[1:])
 
 
-def read_array_header(location: ByteRange, name: str) -> StoredArray:
-    """Read the header of an array in a shard; `name` is for error messages."""
+def read_array_header(path: Path, member: tarfile.TarInfo) -> StoredArray:
+    """Read the header of an array in a shard."""
+    name = f"{member.name} in {path}"
     try:
-        with location.path.open("rb") as file:
-            file.seek(location.offset)
+        with path.open("rb") as file:
+            file.seek(member.offset_data)
             # np.load would read the whole array; only its header is needed.
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -340,23 +276,17 @@ def read_array_header(location: ByteRange, name: str) -> StoredArray:
             start = file.tell()
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
-            f"{name} in {location.path} is not a .npy array",
+            f"{name} is not a .npy array",
             why=summarise_error(error),
             fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
         ) from error
     if dtype.hasobject or is_fortran:
-        what = (
-            "Python objects, which only unpickling could read"
-            if dtype.hasobject
-            else "columns, not rows (Fortran order)"
-        )
+        what = "Python objects, which only unpickling could read" if dtype.hasobject else "columns (Fortran order)"
+        raise DataError(f"{name} holds {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))")
+    needed = start - member.offset_data + math.prod(shape) * dtype.itemsize
+    if needed > member.size:
         raise DataError(
-            f"{name} in {location.path} holds {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))"
-        )
-    needed = start - location.offset + int(np.prod(shape)) * dtype.itemsize
-    if needed > location.size:
-        raise DataError(
-            f"{name} in {location.path} is truncated: {location.size:,} of {needed:,} bytes",
+            f"{name} is truncated: {member.size:,} of {needed:,} bytes",
             fix="download the shard again, or leave bad samples out: data.on_bad_file=skip",
         )
-    return StoredArray(location=location, data_offset=start, shape=tuple(shape), dtype=dtype)
+    return StoredArray(path=path, offset=start, shape=tuple(shape), dtype=dtype)

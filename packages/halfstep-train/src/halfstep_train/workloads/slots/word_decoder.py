@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner
 from halfstep_train.kernels.cross_entropy import linear_cross_entropy
+from halfstep_train.workloads.slots.slot_attention import check_heads
 
 KeysAndValues = tuple[Tensor, Tensor]
 
@@ -24,12 +24,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float) -> None:
         super().__init__()
-        if dim % heads:
-            raise ModelError(
-                f"{heads} attention heads for {dim} channels",
-                why="heads must divide channels",
-                fix="choose a number of heads that divides the channels",
-            )
+        check_heads(dim, heads)
         self.heads, self.dropout = heads, dropout
         self.proj_q, self.proj_k, self.proj_v = (make_linear(dim, dim, bias=False) for _ in range(3))
         self.proj_o = make_linear(dim, dim, bias=False, gain=gain)
@@ -57,35 +52,30 @@ class CrossAttention(nn.Module):
 class TransformerEncoderBlock(nn.Module):
     """Self-attention and a two-layer perceptron, both with shortcuts."""
 
-    def __init__(self, dim: int, heads: int, *, dropout: float, gain: float, is_first: bool) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.is_first = is_first
+        gain = 2**-0.5  # upstream's initialisation: two residual branches
         self.attn_layer_norm = nn.LayerNorm(dim)
-        self.attn = CrossAttention(dim, heads, dropout=dropout, gain=gain)
+        self.attn = CrossAttention(dim, heads, dropout=0.0, gain=gain)
         self.ffn_layer_norm = nn.LayerNorm(dim)
-        self.ffn = make_perceptron(dim, dropout=dropout, gain=gain)
+        self.ffn = make_perceptron(dim, dropout=0.0, gain=gain)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attn_layer_norm(x)
-        x = (normed if self.is_first else x) + self.attn(normed, normed)
+        x = normed + self.attn(normed, normed)  # the first block of a stack
         return x + self.ffn(self.ffn_layer_norm(x))
 
 
 class TransformerEncoder(nn.Module):
-    """Blocks of self-attention, and a final normalisation."""
+    """A block of self-attention, and a final normalisation."""
 
-    def __init__(self, num_blocks: int, dim: int, heads: int, *, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        gain = (2 * max(num_blocks, 1)) ** -0.5  # upstream's initialisation: two residual branches per block
-        self.blocks = nn.ModuleList(
-            TransformerEncoderBlock(dim, heads, dropout=dropout, gain=gain, is_first=i == 0) for i in range(num_blocks)
-        )
+        self.blocks = nn.ModuleList([TransformerEncoderBlock(dim, heads)])
         self.layer_norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.layer_norm(x)
+        return self.layer_norm(self.blocks[0](x))
 
 
 class DecoderCache:
