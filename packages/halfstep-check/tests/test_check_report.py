@@ -157,12 +157,9 @@ def test_other_peoples_code_and_tests_are_left_out_of_a_project(folder: str, tmp
     assert check([], project=tmp_path).num_scripts == 1
 
 
-def test_a_large_tree_is_read_in_a_pool_with_the_same_findings_and_counts_its_files(tmp_path: Path) -> None:
+def test_a_large_tree_is_read_in_a_pool_with_the_same_findings(tmp_path: Path) -> None:
     write_project(tmp_path, {f"{number:03}/train.py": BUG.format(comment="") for number in range(120)})
-    seen: list[tuple[int, int]] = []
-    report = check([], project=tmp_path, progress=lambda done, total: seen.append((done, total)))
-    assert [finding.rule for finding in report.findings] == ["clip-before-unscale"] * 120
-    assert seen[-1] == (120, 120)
+    assert [finding.rule for finding in check([], project=tmp_path).findings] == ["clip-before-unscale"] * 120
 
 
 def test_framework_calls_in_several_scripts_are_several_runs(tmp_path: Path) -> None:
