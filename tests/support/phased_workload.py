@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep_train.data.noise import normal
+from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, Phase, Workload
 from tiny_workload import Samples
 
@@ -37,25 +38,11 @@ class Pair(nn.Module):
         return self.generator(x)
 
 
-class Error:
-    """The mean squared error, in sums."""
+class Error(Means):
+    """The mean squared error."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64)
-
-    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        squares = (outputs["image"].double() - batch["clean"]).square()
-        self.sums = self.sums.to(squares.device) + torch.stack([squares.sum(), squares.new_tensor(squares.numel())])
-
-    def compute(self) -> dict[str, float]:
-        total, count = self.sums.tolist()
-        return {"error": total / count if count else 0.0}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"sums": self.sums}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.sums = state["sums"]
+        super().__init__(error=lambda outputs, batch: (outputs["image"].double() - batch["clean"]).square())
 
 
 def denoised(model: Pair, batch: Batch) -> Batch:
