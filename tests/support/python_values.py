@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import captured_faults
-from captured_faults import ROWS, Loop, make_batch
+from captured_faults import CHANGED_AT, ROWS, Loop, change_once, make_batch
 
-NUM_STEPS, CHANGED_AT = 16, 9
+NUM_STEPS = 16
 
 
 def make_model(device: torch.device, *middle: nn.Module) -> nn.Sequential:
@@ -37,10 +37,6 @@ def get_loss(model: nn.Module, batch: Any, factor: Any = 1.0) -> Tensor:
 def plain(device: torch.device, *middle: nn.Module, **fields: Any) -> Loop:
     model = make_model(device, *middle)
     return Loop(model, lambda batch: get_loss(model, batch), **fields)
-
-
-def change_once(change: Callable[[], object]) -> Callable[[Any, int], object]:
-    return lambda _, number: change() if number == CHANGED_AT else None
 
 
 # --- Python numbers ---
