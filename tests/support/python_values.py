@@ -1,6 +1,6 @@
 """Loss functions that read Python values of every kind: a captured step must follow each, or stay eager and say why.
 
-captured_faults.py has floats that change, loss functions made anew, and hooks and groups that are added later."""
+captured_faults.py has floats that change, loss functions made anew, hooks and groups that are added later, and shapes."""
 
 from __future__ import annotations
 
@@ -352,16 +352,9 @@ def string_in_batch(device: torch.device) -> Loop:
     )
 
 
-def several_shapes(device: torch.device, rows: list[int], mode: str = "graph") -> Loop:
-    return plain(device, make_batch=lambda draws: make_batch(draws, rows.pop(0)), mode=mode)
-
-
 def ragged_last_batch(device: torch.device) -> Loop:
-    return several_shapes(device, [ROWS, ROWS, ROWS, 3] * NUM_STEPS)
-
-
-def twelve_shapes(device: torch.device) -> Loop:
-    return several_shapes(device, [*range(2, 14)] * NUM_STEPS, mode="")
+    rows = [ROWS, ROWS, ROWS, 3] * NUM_STEPS
+    return plain(device, make_batch=lambda draws: make_batch(draws, rows.pop(0)))
 
 
 def numpy_in_closure(device: torch.device) -> Loop:
@@ -430,7 +423,7 @@ CASES: dict[str, Callable[[torch.device], Loop]] = {
         item, printing, logged, global_number, dropout, dropout_changed, checkpointed_dropout, partial, bound_method,
         callable_object, norm_in_eval, freezing, global_hook_added, submodule_replaced, buffer_replaced, eps_changed,
         state_loaded, two_models, output_stored, graph_stored, rate_by_hand, decay_by_hand, batch_in_place,
-        nested_dict, dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch, twelve_shapes,
+        nested_dict, dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch,
         numpy_in_closure, tensor_made_outside, batch_in_closure, batch_on_the_host, custom_op, lstm,
     )
 }  # fmt: skip
