@@ -1,6 +1,6 @@
 """Loss functions that read Python values of every kind: a captured step must follow each, or stay eager and say why.
 
-captured_faults.py has floats that change, loss functions made anew, hooks and groups that are added later, and shapes."""
+captured_faults.py has floats that change, loss functions made anew, and hooks and groups that are added later."""
 
 from __future__ import annotations
 
