@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, Workload
 
 
@@ -48,23 +49,9 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-class Accuracy:
+class Accuracy(Means):
     def __init__(self) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64)
-
-    def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        right = (outputs.argmax(1) == batch["label"]).sum()
-        self.counts = self.counts.to(right.device) + torch.stack([right, right.new_tensor(len(outputs))])
-
-    def compute(self) -> dict[str, float]:
-        right, total = self.counts.tolist()
-        return {"accuracy": right / total if total else 0.0}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"counts": self.counts}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.counts = state["counts"]
+        super().__init__(accuracy=lambda outputs, batch: outputs.argmax(1) == batch["label"])
 
 
 def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
