@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import tiny_workload
 from halfstep_train.data import noise
 from halfstep_train.workloads.base.scheduled import Scheduled
 from halfstep_train.workloads.base.sums import Means
@@ -23,13 +24,7 @@ SEEN: list[dict[str, Any]] = []
 SIDE, WIDTH = 6, 5
 
 
-class Samples:
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
+class Samples(tiny_workload.Samples):
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         return {"x": torch.linspace(0, 1 + index % 3, SIDE)}
 

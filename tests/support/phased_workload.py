@@ -6,10 +6,7 @@ takes, `generator` likewise, `penalty` for a critic loss that takes gradients it
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from halfstep_train.data.noise import normal
 from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, Phase, Workload
-from tiny_workload import Samples
+from tiny_workload import Samples, signal_once
 
 SIZE = 2 * 8 * 8
 
@@ -67,16 +64,14 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
     poisoned = {name: set(steps) for name, steps in options.get("poisoned", {}).items()}
     loud = set(options.get("loud", ()))
-    signal_file, signal_step = Path(options.get("signal_file", "/nowhere")), options.get("signal_step", -1)
     penalty = options.get("penalty", False)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         clean = batch["image"].flatten(1)
         noisy = clean + normal(key, len(clean), (SIZE,), clean.device, stream="eps")
         step = key[1] if training else -1
-        if step == signal_step and signal_file.exists():
-            signal_file.unlink()
-            os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+        if step == options.get("signal_step", -1):
+            signal_once(options)
         bad = {
             f"bad_{name}": torch.full((len(clean),), float("nan") if step in poisoned.get(name, ()) else 0.0).to(clean)
             for name in ("generator", "critic")

@@ -30,6 +30,13 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def kill_once(done: Path) -> None:
+    """Kill this process unless the file `done` is there, which is then made."""
+    if not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Failing(Samples):
     """Samples of which one cannot be read."""
 
@@ -66,9 +73,8 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
         if not training:
             return batch
         step = key[1]
-        if is_now("killed", step) and not Path(options["once"]).exists():
-            Path(options["once"]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if is_now("killed", step):
+            kill_once(Path(options["once"]))
         if is_now("asked", step):
             os.kill(os.getpid(), signal.SIGTERM)
         if options.get("slow") == rank():

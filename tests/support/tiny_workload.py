@@ -54,17 +54,23 @@ class Accuracy(Means):
         super().__init__(accuracy=lambda outputs, batch: outputs.argmax(1) == batch["label"])
 
 
+def signal_once(options: Mapping[str, Any]) -> None:
+    """Send this process a signal if the file `signal_file` is there, and remove the file."""
+    signal_file = Path(options.get("signal_file", "/nowhere"))
+    if signal_file.exists():
+        signal_file.unlink()
+        os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+
+
 def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
-    poisoned = set(options.get("poisoned", ()))
-    signal_file, signal_step = Path(options.get("signal_file", "/nowhere")), options.get("signal_step", -1)
+    poisoned, signal_step = set(options.get("poisoned", ())), options.get("signal_step", -1)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         step = key[1] if training else -1
         is_time = step == signal_step if training else Path(options.get("signal_with", "/nowhere")).exists()
-        if is_time and signal_file.exists():
-            signal_file.unlink()
-            os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+        if is_time:
+            signal_once(options)
         if not training:
             return batch
         image = batch["image"] + 0.1 * torch.randn(batch["image"].shape, generator=make_generator(*key)).to(
