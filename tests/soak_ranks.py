@@ -15,7 +15,9 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,10 +30,10 @@ SETTINGS = (
     "train.checkpoint_every=1", "train.epochs=100000", "train.report_every=50", "train.rank_timeout_s=60",
 )  # fmt: skip
 LIMIT_S = 120.0
-"""Far above train.rank_timeout_s: a process that is there after it hangs."""
+"""Far above the time limit of the ranks: a process that is there after it hangs."""
 
 
-def trains(rank: int, size: int, port: int, words: list[str], shown: Path) -> None:
+def train_run(rank: int, size: int, port: int, words: list[str], shown: Path) -> None:
     """One rank of `torchrun -m halfstep train`, in a process that was forked for it."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -45,40 +47,55 @@ def trains(rank: int, size: int, port: int, words: list[str], shown: Path) -> No
     main(["train", *words])
 
 
-def steps_stored(run: Path) -> int:
-    names = [path.name for path in (run / "checkpoints").glob("step-*")] if run.is_dir() else []
+def start_run(size: int, run: Path, new: list[str], *overrides: str) -> list[Any]:
+    """Start the ranks of a run, which resume if there is a checkpoint; what they print goes to the folder `shown`."""
+    words = ["--resume", str(run)] if find_saved_step(run) else [*new, "--out", str(run)]
+    shown = run.parent / "shown"
+    shown.mkdir(parents=True, exist_ok=True)
+    given = (size, free_port(), [*words, *overrides], shown)
+    processes = [FORKED.Process(target=train_run, args=(rank, *given)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def find_saved_step(run: Path) -> int:
+    """Return the step of the last checkpoint, 0 if there is none."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
     return max((int(name.split("-")[1]) for name in names), default=0)
 
 
-def one_round(run: Path, draw: random.Random) -> dict[str, float | int]:
-    """Kill a process of the run at some moment, and see what is left of it."""
-    before, size = steps_stored(run), draw.choice((2, 3))
-    words = ["--resume", str(run)] if before else ["rank_workload:build", *SETTINGS, "--out", str(run)]
-    shown = run.parent / "shown"
-    shown.mkdir(exist_ok=True)
-    port = free_port()
-    processes = [FORKED.Process(target=trains, args=(rank, size, port, words, shown)) for rank in range(size)]
-    for process in processes:
-        process.start()
+def wait_for_save(run: Path, before: int) -> None:
     until = time.monotonic() + LIMIT_S
-    while steps_stored(run) <= before and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(draw.uniform(0.0, 2.0))
-    victim = draw.randrange(size)
-    processes[victim].kill()
-    killed_at = time.monotonic()
-    hangs = 0
+    while find_saved_step(run) <= before and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def kill(processes: list[Any], victims: Sequence[int]) -> tuple[int, float]:
+    """Kill some ranks; return how many of the others hang, and when all had ended."""
+    for victim in victims:
+        processes[victim].kill()
+    killed_at, num_hangs = time.monotonic(), 0
     for process in processes:
         process.join(LIMIT_S)
-        hangs += process.is_alive()
+        num_hangs += process.is_alive()
         process.kill()
         process.join()
-    after = steps_stored(run)
-    told = [rank for rank in range(size) if f"rank {victim} (process" in (shown / str(rank)).read_text()]
-    ended_s = round(time.monotonic() - killed_at, 2)
+    return num_hangs, round(time.monotonic() - killed_at, 2)
+
+
+def kill_once(run: Path, draw: random.Random) -> dict[str, float | int]:
+    """Kill a process of the run at some moment, and see what is left of it."""
+    before, size = find_saved_step(run), draw.choice((2, 3))
+    processes = start_run(size, run, ["rank_workload:build", *SETTINGS])
+    wait_for_save(run, before)
+    time.sleep(draw.uniform(0.0, 2.0))
+    victim = draw.randrange(size)
+    num_hangs, ended_s = kill(processes, [victim])
+    shown = [(run.parent / "shown" / str(rank)).read_text() for rank in range(size)]
     return {
-        "size": size, "victim": victim, "before": before, "after": after, "ended_s": ended_s, "hangs": hangs,
-        "told": len(told),
+        "size": size, "victim": victim, "before": before, "after": find_saved_step(run), "ended_s": ended_s,
+        "hangs": num_hangs, "told": sum(f"rank {victim} (process" in text for text in shown),
     }  # fmt: skip
 
 
@@ -87,7 +104,7 @@ def main() -> None:
     draw, rounds = random.Random(seed), []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(num):
-            rounds.append(one_round(Path(folder) / "run", draw))
+            rounds.append(kill_once(Path(folder) / "run", draw))
             print(json.dumps(rounds[-1]), flush=True)
     lost = [r for r in rounds if r["after"] < r["before"] or r["after"] == 0]
     found = {

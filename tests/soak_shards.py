@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
+import soak_ranks
 from ranks_together import free_port
+from soak_ranks import kill
 from warm_processes import FORKED
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 2
 TIMEOUT_S = 30.0
-LIMIT_S = 60.0
-"""Far above TIMEOUT_S: a process that is there after it hangs."""
 WAITING_S = 120.0  # for the first step of a round
 
 
@@ -79,72 +79,34 @@ RUN_SETTINGS = (
 )  # fmt: skip
 
 
-def train_run(rank: int, port: int, run: Path, num_steps: int) -> None:
-    """One rank of `torchrun -m halfstep train`, which resumes if there is a checkpoint."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    with (run.parent / f"shown-{rank}").open("wb") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    from halfstep_train.cli.main import main
-
-    torch.set_num_threads(1)
-    new = ["sharded_workload:build", *RUN_SETTINGS, "--out", str(run)]
-    main(["train", *(["--resume", str(run)] if list_saved(run) else new), f"train.max_steps={num_steps}"])
-
-
-def start_run(run: Path, num_steps: int) -> list[Any]:
-    run.parent.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    processes = [FORKED.Process(target=train_run, args=(rank, port, run, num_steps)) for rank in range(SIZE)]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def list_saved(run: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("step-*"))
-
-
 def kill_run_once(run: Path, draw: random.Random) -> dict[str, Any]:
-    before = max(list_saved(run), default=0)
-    processes, until = start_run(run, 1_000_000), time.monotonic() + WAITING_S
-    while max(list_saved(run), default=0) == before and time.monotonic() < until:
-        time.sleep(0.01)
+    before = soak_ranks.find_saved_step(run)
+    processes = start_run(run, 1_000_000)
+    soak_ranks.wait_for_save(run, before)
     time.sleep(draw.uniform(0.0, 1.0))
     victims = draw.choice(([0], [1], [0, 1]))
     num_hangs, ended_s = kill(processes, victims)
     is_in_save = any((run / "checkpoints").glob(".writing-*"))
     return {
-        "victims": victims, "before": before, "after": max(list_saved(run), default=0), "in_a_save": is_in_save,
+        "victims": victims, "before": before, "after": soak_ranks.find_saved_step(run), "in_a_save": is_in_save,
         "hangs": num_hangs, "ended_s": ended_s,
     }  # fmt: skip
+
+
+def start_run(run: Path, num_steps: int) -> list[Any]:
+    return soak_ranks.start_run(SIZE, run, ["sharded_workload:build", *RUN_SETTINGS], f"train.max_steps={num_steps}")
 
 
 def compare_runs(folder: Path) -> bool:
     """Train the killed run a few steps more, and one without kills as far; True if their last checkpoints are equal."""
     from whole_runs import final_state
 
-    num_steps = max(list_saved(folder / "killed" / "run")) + 3
+    num_steps = soak_ranks.find_saved_step(folder / "killed" / "run") + 3
     for name in ("killed", "whole"):
         for process in start_run(folder / name / "run", num_steps):
             process.join()
     (left, _), (right, _) = (final_state(folder / name / "run") for name in ("killed", "whole"))
     return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
-
-
-def kill(processes: list[Any], victims: list[int]) -> tuple[int, float]:
-    """Kill some ranks; return how many of the others hang, and when all had ended."""
-    for victim in victims:
-        processes[victim].kill()
-    killed_at, num_hangs = time.monotonic(), 0
-    for process in processes:
-        process.join(LIMIT_S)
-        num_hangs += process.is_alive()
-        process.kill()
-        process.join()
-    return num_hangs, round(time.monotonic() - killed_at, 2)
 
 
 def _digest(model: Any, step: Any) -> str:

@@ -75,19 +75,3 @@ def test_a_command_of_the_start_page_runs_on_a_cpu(
     monkeypatch.setattr(webbrowser, "open", lambda _: True)  # the only thing outside of this process
     more = SMALLER.get(" ".join(words[:2]), ())
     assert call(*words, *more) == 0, f"{shown.where}: {capsys.readouterr().err}"
-
-
-def test_training_falls_back_rows_simulate_and_each_says_so_or_is_refused_under_strict(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With tf32, which no CPU has; use/test_compare.py shows that rows of `compare` are simulated."""
-    small = (*UNET, "data.num_workers=0")
-    assert call("train", "unet", "--precision", "tf32", *small, "train.max_steps=1") == 0
-    assert "tf32 asked for, running fp32" in capsys.readouterr().err
-    assert call("bench", "unet", "--precisions", "tf32", "--modes", "eager", "--steps", "10", *UNET) == 0
-    assert "tf32 simulated" in capsys.readouterr().out
-    for command in (("train", "unet", "--precision", "tf32"), ("compare", "unet", "--precisions", "fp32,tf32")):
-        assert call(*command, *small, "--strict") == 2
-        assert "strict is on" in capsys.readouterr().err
-    assert call("bench", "unet", "--precisions", "tf32", "--modes", "eager", *UNET, "--strict") == 1
-    assert "tf32 asked for, but " in capsys.readouterr().out

@@ -1,13 +1,15 @@
 """Loops that captured steps once trained differently from eager ones, for the CPU's stand-in and for a GPU.
 
-Each function makes a `Loop` on a device. `assert_same` trains it with fast="off" and with another mode, and compares
-every bit: losses, weights, buffers, optimizer state, the average, torch's generators and the user's own objects."""
+Each function makes a `Loop` on a device; captured_features.py, python_values.py and shared_casts.py have more of them.
+`assert_same` trains one with fast="off" and with another mode, and compares every bit: losses, weights, buffers,
+optimizer state, the average, spikes, torch's generators and the user's own objects."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,11 @@ class Loop:
     settings: dict[str, Any] = field(default_factory=dict)
     kept: Any = None
     """Objects that the loop changes: they must be the same at every step."""
-    before: Callable[[hs.Step, int], None] = lambda step, number: None
+    before: Callable[[hs.Step, int], object] = lambda step, number: None
     """Called before each step, with its number."""
     choose_loss: Callable[[int], Callable[[Any], Any]] | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Any = None
+    """One, or a list; AdamW if there is none."""
     make_batch: Callable[[torch.Generator], Any] = lambda draws: make_batch(draws)
     mode: str = "graph"
     """What `step.mode` is at the end with fast="graph", if it is captured."""
@@ -63,22 +66,19 @@ def get_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def change_once(change: Callable[[], object], at: int = CHANGED_AT) -> Callable[[hs.Step, int], object]:
+    """Return a `Loop.before` that calls `change` before one step."""
+    return lambda step, number: change() if number == at else None
+
+
 # --- a trained weight that forward writes ---
 
 
 def max_norm(device: torch.device, *, is_late: bool = False) -> Loop:
-    embed, out = nn.Embedding(5, 6, max_norm=None if is_late else 0.5), nn.Linear(6, 3)
+    embed, out = nn.Embedding(5, 6), nn.Linear(6, 3)
     model = nn.Sequential(embed, out).to(device)
-
-    def set_norm(step: hs.Step, number: int) -> None:
-        if is_late and number == CHANGED_AT:
-            embed.max_norm = 0.5
-
+    set_norm = change_once(lambda: setattr(embed, "max_norm", 0.5), CHANGED_AT if is_late else 0)
     return Loop(model, lambda batch: F.cross_entropy(model(batch[1]), batch[1]), before=set_norm)
-
-
-def max_norm_set_later(device: torch.device) -> Loop:
-    return max_norm(device, is_late=True)
 
 
 def clamped(device: torch.device) -> Loop:
@@ -105,23 +105,8 @@ def masked(device: torch.device, *, is_late: bool = False, is_data: bool = False
             with torch.no_grad():
                 module.weight.mul_(mask)
 
-    def add_hook(step: hs.Step, number: int) -> None:
-        if number == (CHANGED_AT if is_late else 0):
-            model[0].register_forward_pre_hook(prune)
-
+    add_hook = change_once(lambda: model[0].register_forward_pre_hook(prune), CHANGED_AT if is_late else 0)
     return Loop(model, lambda batch: get_loss(model, batch), before=add_hook)
-
-
-def masked_later(device: torch.device) -> Loop:
-    return masked(device, is_late=True)
-
-
-def masked_data(device: torch.device) -> Loop:
-    return masked(device, is_data=True)
-
-
-def masked_data_later(device: torch.device) -> Loop:
-    return masked(device, is_late=True, is_data=True)
 
 
 # --- a buffer that forward replaces, state that loss_fn carries on ---
@@ -160,10 +145,6 @@ def hidden_state(device: torch.device, **settings: Any) -> Loop:
     return Loop(model, loss_fn, settings={"also": [memory], "clip_norm": 0.25} | settings, kept=kept)
 
 
-def accumulated_hidden_state(device: torch.device) -> Loop:
-    return hidden_state(device, accumulate=2)
-
-
 def averaged_buffer(device: torch.device) -> Loop:
     loop = replaced_buffer(device, ema_decay=0.9)
     loop.why_eager = "the model replaces a buffer in its forward pass, which an average or a hook may read"
@@ -180,10 +161,6 @@ def carried_in_dict(device: torch.device, **settings: Any) -> Loop:
         return F.cross_entropy(out, batch[1])
 
     return Loop(model, loss_fn, settings={"accumulate": 2} | settings, kept=kept)
-
-
-def carried_through_the_loop(device: torch.device) -> Loop:
-    return carried_in_dict(device, accumulate=1)
 
 
 # --- Python code that must run once per micro-batch ---
@@ -261,22 +238,14 @@ def two_losses(device: torch.device) -> Loop:
 def unfrozen_later(device: torch.device) -> Loop:
     model = make_net(device)
     model[0].requires_grad_(False)
-
-    def unfreeze(step: hs.Step, number: int) -> None:
-        if number == CHANGED_AT:
-            model[0].requires_grad_(True)
-
+    unfreeze = change_once(lambda: model[0].requires_grad_(True))
     return Loop(model, lambda batch: get_loss(model, batch), before=unfreeze)
 
 
 def group_added_later(device: torch.device) -> Loop:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model[2].parameters(), 1e-2, fused=True)
-
-    def add_group(step: hs.Step, number: int) -> None:
-        if number == CHANGED_AT:
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-
+    add_group = change_once(lambda: optimizer.add_param_group({"params": list(model[0].parameters())}))
     return Loop(model, lambda batch: get_loss(model, batch), before=add_group, optimizer=optimizer)
 
 
@@ -284,22 +253,18 @@ def parameter_replaced(device: torch.device) -> Loop:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
 
-    def replace(step: hs.Step, number: int) -> None:
-        if number == CHANGED_AT:
-            optimizer.state.pop(model[2].bias)  # type: ignore[arg-type]
-            optimizer.param_groups[0]["params"][3] = model[2].bias = nn.Parameter(torch.zeros(3, device=device))
+    def replace() -> None:
+        optimizer.state.pop(model[2].bias)  # type: ignore[arg-type]
+        optimizer.param_groups[0]["params"][3] = model[2].bias = nn.Parameter(torch.zeros(3, device=device))
 
-    return Loop(model, lambda batch: get_loss(model, batch), before=replace, optimizer=optimizer)
+    return Loop(model, lambda batch: get_loss(model, batch), before=change_once(replace), optimizer=optimizer)
 
 
 def weight_moved(device: torch.device) -> Loop:
     """Give a weight other memory, which a graph must not write into any more."""
     model = make_net(device)
-
-    def move_weight(step: hs.Step, number: int) -> None:
-        if number == CHANGED_AT:
-            model[0].weight.data = model[0].weight.data.clone()  # type: ignore[union-attr, operator]
-
+    weight: Tensor = model[0].weight  # type: ignore[assignment]
+    move_weight = change_once(lambda: setattr(weight, "data", weight.data.clone()))
     return Loop(model, lambda batch: get_loss(model, batch), before=move_weight)
 
 
@@ -363,12 +328,17 @@ def asks_whether_it_compiles(device: torch.device) -> Loop:
 LOOPS: dict[str, Callable[[torch.device], Loop]] = {
     function.__name__: function
     for function in (
-        max_norm, max_norm_set_later, clamped, masked, masked_later, masked_data, masked_data_later,
-        replaced_buffer, hidden_state, accumulated_hidden_state, averaged_buffer, carried_in_dict,
-        carried_through_the_loop, running_average, hooks_that_read, full_deque, two_losses, unfrozen_later,
-        group_added_later, parameter_replaced, weight_moved, checkpointed_norm, traced_code_raises, unused_dropout,
-        asks_whether_it_compiles,
+        max_norm, clamped, masked, replaced_buffer, hidden_state, averaged_buffer, carried_in_dict, running_average,
+        hooks_that_read, full_deque, two_losses, unfrozen_later, group_added_later, parameter_replaced, weight_moved,
+        checkpointed_norm, traced_code_raises, unused_dropout, asks_whether_it_compiles,
     )
+} | {
+    "max_norm_set_later": partial(max_norm, is_late=True),
+    "masked_later": partial(masked, is_late=True),
+    "masked_data": partial(masked, is_data=True),
+    "masked_data_later": partial(masked, is_late=True, is_data=True),
+    "accumulated_hidden_state": partial(hidden_state, accumulate=2),
+    "carried_through_the_loop": partial(carried_in_dict, accumulate=1),
 }  # fmt: skip
 
 
@@ -378,11 +348,8 @@ LOOPS: dict[str, Callable[[torch.device], Loop]] = {
 def anneal(device: torch.device, use: Callable[[Tensor, Tensor, Any], Tensor], kind: Any = float) -> Loop:
     """Compute a loss of outputs, labels and a float that changes at every step, in a list in a dict."""
     model, annealed = make_net(device), {"values": [kind(1.0)]}
-
-    def change(step: hs.Step, number: int) -> None:
-        annealed["values"][0] = kind(1.0 + 0.1 * number)
-
-    return Loop(model, lambda batch: use(model(batch[0]), batch[1], annealed["values"][0]), before=change)
+    loss_fn = lambda batch: use(model(batch[0]), batch[1], annealed["values"][0])  # noqa: E731
+    return Loop(model, loss_fn, before=lambda _, number: annealed.update(values=[kind(1.0 + 0.1 * number)]))
 
 
 def annealed_weight(device: torch.device) -> Loop:
@@ -458,10 +425,12 @@ def train(
                 "loss": outcome.loss,
                 "grad_norm": outcome.grad_norm,
                 "committed": outcome.committed,
+                "rate and scale": (outcome.lr, outcome.scale),
                 "model": freeze(loop.model),
                 "kept": freeze(loop.kept),
                 "average": freeze(step.ema and step.ema.shadows),
-                "optimizer": freeze(optimizer.state_dict()["state"]),
+                "optimizers": freeze([one.state_dict()["state"] for one in step.optimizers]),
+                "spikes": freeze(step._step.spikes.state_dict()),
                 "generators": freeze(read_generators(device)),
             }  # fmt: skip
         )
@@ -475,11 +444,17 @@ def assert_same_history(found: Trained, expected: Trained) -> None:
         assert not differing, f"step {number}: {', '.join(differing)} ({found.why_eager or found.modes[number]})"
 
 
-def assert_same(name: str, device: torch.device, fast: Any = "graph", **settings: Any) -> Trained:
+def assert_same(
+    name: str,
+    device: torch.device,
+    fast: Any = "graph",
+    loops: Mapping[str, Callable[[torch.device], Loop]] = LOOPS,
+    **settings: Any,
+) -> Trained:
     """Train a loop in two ways; it is captured, or stays eager for the reason that it names."""
-    expected, found = train(LOOPS[name], device, "off", **settings), train(LOOPS[name], device, fast, **settings)
+    expected, found = train(loops[name], device, "off", **settings), train(loops[name], device, fast, **settings)
     assert_same_history(found, expected)
-    loop = LOOPS[name](device)
+    loop = loops[name](device)
     assert loop.why_eager in found.why_eager
     if not loop.why_eager:
         assert (found.why_eager, found.step.mode == "eager") == ("", False)
@@ -488,7 +463,10 @@ def assert_same(name: str, device: torch.device, fast: Any = "graph", **settings
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    return tuple(one.to(device) for one in batch) if isinstance(batch, tuple) else batch.to(device)
+    """Copy a pair or a tensor to the device; loops with other batches do so themselves."""
+    if type(batch) is tuple:
+        return tuple(one.to(device) for one in batch)
+    return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
 def read_generators(device: torch.device) -> list[Tensor]:

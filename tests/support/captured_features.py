@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,135 +10,113 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import captured_faults
 import halfstep as hs
+from captured_faults import ROWS, Loop, get_loss
 
-NUM_STEPS, BAD_STEP, ROWS = 14, 9, 6
-
-
-@dataclass
-class Feature:
-    model: nn.Module
-    loss_fn: Callable[[Any], Any]
-    optimizers: Any
-    settings: dict[str, Any] = field(default_factory=dict)
-    mode: str = "graph"
+NUM_STEPS, BAD_STEP = 14, 9
 
 
 def make_net(device: torch.device) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).to(device)
 
 
-def plain(device: torch.device, **settings: Any) -> Feature:
+def plain(device: torch.device, optimizer: Callable[..., Any] | None = None, **settings: Any) -> Loop:
     model = make_net(device)
-
-    def loss_fn(batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    return Feature(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), settings)
+    made = optimizer and optimizer(model.parameters())
+    return Loop(model, lambda batch: get_loss(model, batch), settings=settings, optimizer=made)
 
 
-def weighted(device: torch.device) -> Feature:
-    feature = plain(device, accumulate=2)
-    loss_fn = feature.loss_fn
-    feature.loss_fn = lambda batch: (loss_fn(batch), (batch[1] > 0).sum())
-    return feature
+def weighted(device: torch.device) -> Loop:
+    loop = plain(device, accumulate=2)
+    loop.loss_fn = lambda batch: (get_loss(loop.model, batch), (batch[1] > 0).sum())
+    return loop
 
 
-def several_optimizers(device: torch.device) -> Feature:
-    feature = plain(device)
-    first, last = feature.model[0], feature.model[3]  # type: ignore[index]
-    feature.optimizers = [
+def several_optimizers(device: torch.device) -> Loop:
+    loop = plain(device)
+    first, last = loop.model[0], loop.model[3]  # type: ignore[index]
+    loop.optimizer = [
         torch.optim.SGD(first.parameters(), 1e-2, momentum=0.9, fused=True),
         torch.optim.Adam(last.parameters(), 1e-2, fused=True),
     ]
-    return feature
+    return loop
 
 
-def unfused(device: torch.device) -> Feature:
-    feature = plain(device)
-    is_gpu = device.type == "cuda"
-    feature.optimizers = torch.optim.Adam(feature.model.parameters(), 1e-2, weight_decay=0.1, capturable=is_gpu)
-    return feature
+def unfused(device: torch.device) -> Loop:
+    return plain(device, partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1, capturable=device.type == "cuda"))
 
 
-def unfused_rmsprop(device: torch.device) -> Feature:
-    feature = plain(device)
-    is_gpu = device.type == "cuda"
-    feature.optimizers = torch.optim.RMSprop(feature.model.parameters(), 1e-3, momentum=0.9, capturable=is_gpu)
-    return feature
+def unfused_rmsprop(device: torch.device) -> Loop:
+    return plain(device, partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, capturable=device.type == "cuda"))
 
 
-def muon(device: torch.device, **settings: Any) -> Feature:
+def muon(device: torch.device, **settings: Any) -> Loop:
     """Matrices by Muon, the rest by AdamW."""
-    feature = plain(device, **settings)
-    parameters = list(feature.model.parameters())
-    feature.optimizers = [
+    loop = plain(device, **settings)
+    parameters = list(loop.model.parameters())
+    loop.optimizer = [
         torch.optim.Muon([p for p in parameters if p.ndim == 2], 1e-2),
         torch.optim.AdamW([p for p in parameters if p.ndim != 2], 1e-2, fused=True),
     ]
-    return feature
+    return loop
 
 
-def frozen_encoder(device: torch.device) -> Feature:
-    feature = plain(device)
-    feature.model[0].requires_grad_(False)  # type: ignore[index]
-    return feature
+def scheduled_muon(device: torch.device) -> Loop:
+    loop = muon(device, schedule=lambda step: 1.0 / (1 + step), accumulate=2)
+    if device.type == "cpu":  # where Muon takes its learning rate as a number
+        loop.why_eager = "optimizer settings or numbers in the batch change at every step"
+    return loop
 
 
-def adapter(device: torch.device) -> Feature:
+def frozen_encoder(device: torch.device) -> Loop:
+    loop = plain(device)
+    loop.model[0].requires_grad_(False)  # type: ignore[index]
+    return loop
+
+
+def adapter(device: torch.device) -> Loop:
     """Train a low-rank addition to a frozen layer."""
-    feature = plain(device)
-    model = feature.model.requires_grad_(False)
-    down, up = (
-        nn.Parameter(torch.randn(4, 2, device=device) * 0.1),
-        nn.Parameter(torch.zeros(2, 3, device=device)),
-    )
-    model.register_parameter("down", down)
-    model.register_parameter("up", up)
-    feature.loss_fn = lambda batch: F.cross_entropy(model(batch[0]) + batch[0] @ down @ up, batch[1])
-    feature.optimizers = torch.optim.AdamW([down, up], 1e-2, fused=True)
-    return feature
+    model = make_net(device).requires_grad_(False)
+    model.down = nn.Parameter(torch.randn(4, 2, device=device) * 0.1)
+    model.up = nn.Parameter(torch.zeros(2, 3, device=device))
+    optimizer = torch.optim.AdamW([model.down, model.up], 1e-2, fused=True)
+
+    def loss_fn(batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]) + batch[0] @ model.down @ model.up, batch[1])
+
+    return Loop(model, loss_fn, optimizer=optimizer)
 
 
-def tied_weights(device: torch.device) -> Feature:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(4, 3, bias=False)
+def tied_weights(device: torch.device) -> Loop:
+    model = nn.Linear(4, 3, bias=False).to(device)
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.tanh(self.embed(x))
-            return hidden @ self.embed.weight @ self.embed.weight.T
+    def loss_fn(batch: Any) -> Tensor:
+        return F.cross_entropy(torch.tanh(model(batch[0])) @ model.weight @ model.weight.T, batch[1])
 
-    model = Tied().to(device)
-    return Feature(
-        model,
-        lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
-        torch.optim.AdamW(model.parameters(), 1e-2, fused=True),
-    )
+    return Loop(model, loss_fn)
 
 
-def also_written(device: torch.device) -> Feature:
+def also_written(device: torch.device) -> Loop:
     """Write into the buffers of a network that another step trains."""
     other = nn.BatchNorm1d(4).to(device)
-    feature = plain(device, also=[other])
-    model = feature.model
-    feature.loss_fn = lambda batch: F.cross_entropy(model(other(batch[0])), batch[1])
-    return feature
+    loop = plain(device, also=[other])
+    loop.loss_fn, loop.kept = lambda batch: F.cross_entropy(loop.model(other(batch[0])), batch[1]), other
+    return loop
 
 
-def edited_gradients(device: torch.device) -> Feature:
+def edited_gradients(device: torch.device) -> Loop:
     def edit(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
 
-    feature = plain(device, on_gradients=edit)
-    feature.mode = "graph, commit eager"
-    return feature
+    loop = plain(device, on_gradients=edit)
+    loop.mode = "graph, commit eager"
+    return loop
 
 
-def on_commit(device: torch.device) -> Feature:
+def on_commit(device: torch.device) -> Loop:
     teacher = make_net(device)
 
     @torch.no_grad()
@@ -147,9 +124,9 @@ def on_commit(device: torch.device) -> Feature:
         for own, new in zip(teacher.parameters(), model.parameters(), strict=True):
             own.lerp_(new, 0.1)
 
-    feature = plain(device, on_commit=move, also=[teacher])
-    feature.mode = "graph, commit eager"
-    return feature
+    loop = plain(device, on_commit=move, also=[teacher])
+    loop.mode, loop.kept = "graph, commit eager", teacher
+    return loop
 
 
 class Lion(torch.optim.Optimizer):
@@ -171,33 +148,30 @@ class Lion(torch.optim.Optimizer):
                 moment.lerp_(p.grad, 0.01)
 
 
-def own_optimizer(device: torch.device) -> Feature:
-    feature = plain(device, accumulate=2, ema_decay=0.9)
-    feature.optimizers = Lion(feature.model.parameters(), 1e-3)
-    feature.mode = "graph, commit eager"
-    return feature
+def own_optimizer(device: torch.device) -> Loop:
+    loop = plain(device, partial(Lion, lr=1e-3), accumulate=2, ema_decay=0.9)
+    loop.mode = "graph, commit eager"
+    return loop
 
 
-def unfused_sgd(device: torch.device) -> Feature:
-    feature = plain(device, schedule=lambda step: 1.0 / (1 + step))
-    feature.optimizers = torch.optim.SGD(
-        feature.model.parameters(), 1e-2, momentum=0.9, fused=True if device.type == "cuda" else None
-    )
-    return feature
+def unfused_sgd(device: torch.device) -> Loop:
+    fused = True if device.type == "cuda" else None
+    optimizer = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=fused)
+    return plain(device, optimizer, schedule=lambda step: 1.0 / (1 + step))
 
 
-def compiled_model(device: torch.device) -> Feature:
-    feature = plain(device)
-    run: Any = torch.compile(feature.model, backend="aot_eager")
-    feature.loss_fn = lambda batch: F.cross_entropy(run(batch[0]), batch[1])
-    return feature
+def compiled_model(device: torch.device) -> Loop:
+    loop = plain(device)
+    run: Any = torch.compile(loop.model, backend="aot_eager")
+    loop.loss_fn = lambda batch: get_loss(run, batch)
+    return loop
 
 
-FEATURES: dict[str, Callable[[torch.device], Feature]] = {
+FEATURES: dict[str, Callable[[torch.device], Loop]] = {
     function.__name__: function
     for function in (
-        plain, weighted, several_optimizers, unfused, unfused_rmsprop, muon, frozen_encoder, adapter, tied_weights,
-        also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
+        plain, weighted, several_optimizers, unfused, unfused_rmsprop, muon, scheduled_muon, frozen_encoder, adapter,
+        tied_weights, also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
     )
 } | {
     "average": partial(plain, ema_decay=0.9),
@@ -205,46 +179,14 @@ FEATURES: dict[str, Callable[[torch.device], Feature]] = {
     "scheduled": partial(plain, schedule=lambda step: 1.0 / (1 + step)),
     "spikes": partial(plain, skip_spikes=True),
     "watched": partial(plain, watch=3),
-    "scheduled_muon": partial(muon, schedule=lambda step: 1.0 / (1 + step), accumulate=2),
 }  # fmt: skip
 
 
-def train(name: str, device: torch.device, fast: Any, precision: str = "fp32") -> tuple[Any, list[Tensor], hs.Step]:
-    """Train with a NaN in one batch, and return the outcomes, all tensors, and the step."""
-    torch.manual_seed(0)
-    feature = FEATURES[name](device)
-    step = hs.Step(feature.model, feature.optimizers, precision, fast=fast, clip_norm=1.0, **feature.settings)
-    draws = torch.Generator().manual_seed(1)
-    outcomes = []
-    for number in range(NUM_STEPS):
-        window = []
-        for _ in range(feature.settings.get("accumulate", 1)):
-            x, y = torch.randn(ROWS, 4, generator=draws), torch.randint(0, 3, (ROWS,), generator=draws)
-            if number == BAD_STEP and not window:
-                x[0, 0] = float("nan")
-            window.append((x.to(device), y.to(device)))
-        outcome = step(feature.loss_fn, window)
-        outcomes.append((outcome.loss, outcome.grad_norm, outcome.lr, outcome.scale, outcome.committed))
-    tensors = [*feature.model.parameters(), *feature.model.buffers(), *list_state(step)]
-    return outcomes, [tensor.detach().clone() for tensor in tensors], step
-
-
-def list_state(step: hs.Step) -> list[Tensor]:
-    found = [value for o in step.optimizers for own in o.state.values() for value in own.values()]
-    averages = step.ema.shadows if step.ema else ()
-    return [*(one for one in found if isinstance(one, Tensor)), *averages, *step._step.spikes.state_dict().values()]
-
-
 def assert_same(name: str, device: torch.device, precision: str = "fp32") -> None:
-    expected, then, _ = train(name, device, "off", precision)
-    found, now, step = train(name, device, "graph", precision)
-    assert str(found) == str(expected)  # as text: NaN differs from itself
-    assert not expected[BAD_STEP][4]
-    assert all(torch.equal(one, other) for one, other in zip(now, then, strict=True))
-    if name == "scheduled_muon" and device.type == "cpu":  # where Muon takes its learning rate as a number
-        assert "optimizer settings or numbers in the batch change at every step" in step._fast.why_eager
-    else:
-        assert (step._fast.why_eager, step.mode) == ("", FEATURES[name](device).mode)
+    """Train with a NaN in one batch."""
+    options = {"bad_at": {BAD_STEP}, "length": NUM_STEPS, "precision": precision, "clip_norm": 1.0}
+    found = captured_faults.assert_same(name, device, loops=FEATURES, **options)
+    assert [one["committed"] for one in found.history].index(False) == BAD_STEP
 
 
 def assert_muon_follows_rates(device: torch.device) -> None:
@@ -252,14 +194,14 @@ def assert_muon_follows_rates(device: torch.device) -> None:
     found = []
     for fast in ("off", "graph"):
         torch.manual_seed(0)
-        feature = muon(device)
-        step = hs.Step(feature.model, feature.optimizers, "fp32", fast=fast)  # type: ignore[arg-type]
+        loop = muon(device)
+        step = hs.Step(loop.model, loop.optimizer, "fp32", fast=fast)  # type: ignore[arg-type]
         batch = torch.randn(ROWS, 4, device=device), torch.randint(0, 3, (ROWS,), device=device)
-        start = [p.detach().clone() for p in feature.model.parameters()]
+        start = [p.detach().clone() for p in loop.model.parameters()]
         for number in range(NUM_STEPS):
-            feature.optimizers[0].param_groups[0]["lr"] = 1e-2 / (1 + number)
-            step(feature.loss_fn, [batch])
-        found.append([p.detach() - began for p, began in zip(feature.model.parameters(), start, strict=True)])
+            loop.optimizer[0].param_groups[0]["lr"] = 1e-2 / (1 + number)
+            step(loop.loss_fn, [batch])
+        found.append([p.detach() - began for p, began in zip(loop.model.parameters(), start, strict=True)])
     assert (step._fast.why_eager, step.mode) == ("", "graph")
     assert step.attempted == step.committed == NUM_STEPS
     for eager, captured in zip(*found, strict=True):

@@ -14,21 +14,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import tiny_workload
 from halfstep_train.data import noise
 from halfstep_train.workloads.base.scheduled import Scheduled
+from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, FrozenPart, Group, Workload
 
 SEEN: list[dict[str, Any]] = []
 SIDE, WIDTH = 6, 5
 
 
-class Samples:
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
+class Samples(tiny_workload.Samples):
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         return {"x": torch.linspace(0, 1 + index % 3, SIDE)}
 
@@ -60,25 +56,11 @@ class Decoder(nn.Module):
         return self.head(self.norm(self.body(z)).relu())
 
 
-class Error:
+class Error(Means):
     """Mean squared error."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(2)
-
-    def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        error = (outputs.detach().float() - batch["x"]).square().mean(1)
-        self.sums = self.sums.to(error.device) + torch.stack([error.sum(), error.new_tensor(float(len(error)))])
-
-    def compute(self) -> dict[str, float]:
-        total, num = self.sums.tolist()
-        return {"error": total / max(num, 1)}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"sums": self.sums}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.sums = state["sums"]
+        super().__init__(error=lambda outputs, batch: (outputs.detach().float() - batch["x"]).square())
 
 
 def encoder_from(file: str) -> FrozenPart:

@@ -18,7 +18,6 @@ import inspect
 import io
 import random
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 import fuzzed_pieces
 import halfstep as hs
@@ -245,49 +245,33 @@ def copy_end_state(world: World) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def copy_values(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {str(key): copy_values(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        return [copy_values(one) for one in value]
-    return copy.copy(value)
+def copy_values(tree: Any) -> Any:
+    return tree_map(lambda one: one.detach().clone() if isinstance(one, Tensor) else copy.copy(one), tree)
 
 
-def find_difference(one: Any, other: Any, name: str = "") -> str:
+def find_difference(one: Any, other: Any) -> str:
     """Return the name of the first value that differs, with both values; empty if all bits are equal."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            if key not in one or key not in other:
-                return f"{name}.{key}: only {'captured' if key not in one else 'off'}: {(one | other)[key]!r}"
-            if found := find_difference(one[key], other[key], f"{name}.{key}"):
-                return found
-        return ""
-    if isinstance(one, list) and isinstance(other, list):
-        if len(one) != len(other):
-            return f"{name}: {len(one)} entries off, {len(other)} captured"
-        parts = (find_difference(a, b, f"{name}[{k}]") for k, (a, b) in enumerate(zip(one, other, strict=True)))
-        return next(filter(None, parts), "")
+    ones, others = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]} for tree in (one, other))
+    for name in ones | others:
+        if name not in ones or name not in others:
+            return f"{name}: only {'captured' if name in others else 'off'}: {(ones | others)[name]!r}"
+        if not are_same(ones[name], others[name]):
+            return f"{name}: off {describe(ones[name])}, captured {describe(others[name])}"
+    return ""
+
+
+def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape
-        if same and torch.equal(view_bits(one), view_bits(other)):
-            return ""
-        if same and one.is_floating_point() and bool((one.isnan() & other.isnan() | (one == other)).all()):
-            return ""  # NaN has many bit patterns, and which one arises depends on the order of the operands
-        return f"{name}: off {describe(one)}, captured {describe(other)}"
+        # NaN has many bit patterns, and which one arises depends on the order of the operands.
+        is_like = one.dtype == other.dtype and one.shape == other.shape
+        return is_like and bool((one.isnan() & other.isnan() | (one == other)).all())
     if isinstance(one, np.ndarray):
-        return "" if np.array_equal(one, other) else f"{name}: arrays differ"
-    same = type(one) is type(other) and (one == other or one != one and other != other)
-    return "" if same else f"{name}: off {one!r}, captured {other!r}"
+        return np.array_equal(one, other)
+    return type(one) is type(other) and (one == other or one != one and other != other)
 
 
-def view_bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{tuple(tensor.shape)} {tensor.flatten()[:4].tolist()}"
+def describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{tuple(leaf.shape)} {leaf.flatten()[:4].tolist()}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 @dataclass

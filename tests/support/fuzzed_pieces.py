@@ -172,45 +172,13 @@ def register_late(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return x - own.late
 
 
-def scale_by_attribute(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return x * own.scale
-
-
-def switch(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return own.inner(x) if own.is_on else x
-
-
 def checkpoint_block(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return checkpoint(own.inner, x, use_reentrant=False)
-
-
-def add_scattered(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return x + torch.zeros_like(x).index_add_(0, tokens % len(x), own.inner(x))
 
 
 def count_in_attribute(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     own.calls += 1
     return x * (1 + 0.01 * own.calls)
-
-
-def read_item(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return x * (1 + 0.1 * x.abs().mean().item())
-
-
-def branch_on_data(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return own.inner(x) if x.sum() > 0 else x
-
-
-def select_rows(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return x + x[x[:, 0] > 0].sum(0)
-
-
-def draw_in_python(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return x * (1 + random.random())
-
-
-def draw_in_numpy(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    return x * (1 + float(np.random.rand()))
 
 
 def make_pruned() -> nn.Module:
@@ -234,10 +202,6 @@ def make_block() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3))
 
 
-def make_frozen() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": wrap(lambda: nn.Linear(WIDTH, WIDTH)),
     "relu_in_place": wrap(lambda: nn.ReLU(inplace=True)),
@@ -250,7 +214,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": wrap(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "spectral_norm": wrap(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
     "pruned": wrap(make_pruned),
-    "frozen": wrap(make_frozen),
+    "frozen": wrap(lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
     "masked_by_hook": wrap(make_masked_by_hook),
     "checkpointed": lambda: Layer(checkpoint_block, inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())),
     "checkpointed_dropout": lambda: Layer(checkpoint_block, inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())),
@@ -276,9 +240,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "autograd_function": lambda: Layer(lambda own, x, tokens: Doubled.apply(x)),
     "kept_output": lambda: Layer(keep_output),
     "kept_in_list": lambda: Layer(keep_in_list, history=[torch.zeros(())]),
-    "scaled": lambda: Layer(scale_by_attribute, scale=1.0),
-    "switched": lambda: Layer(switch, inner=nn.Linear(WIDTH, WIDTH), is_on=True),
-    "scattered": lambda: Layer(add_scattered, inner=nn.Linear(WIDTH, WIDTH)),
+    "scaled": lambda: Layer(lambda own, x, tokens: x * own.scale, scale=1.0),
+    "switched": lambda: Layer(
+        lambda own, x, tokens: own.inner(x) if own.is_on else x, inner=nn.Linear(WIDTH, WIDTH), is_on=True
+    ),
+    "scattered": lambda: Layer(
+        lambda own, x, tokens: x + torch.zeros_like(x).index_add_(0, tokens % len(x), own.inner(x)),
+        inner=nn.Linear(WIDTH, WIDTH),
+    ),
     "cached": lambda: Layer(use_cache, cache=None),
     "rrelu": wrap(nn.RReLU),
     "gumbel": lambda: Layer(lambda own, x, tokens: x + F.gumbel_softmax(x, dim=-1)),
@@ -288,11 +257,13 @@ EAGER_LAYERS: dict[str, Callable[[], nn.Module]] = {
     "lazy_buffer": lambda: Layer(register_late),
     "cumulative_norm": wrap(lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
     "counter": lambda: Layer(count_in_attribute, calls=0),
-    "item": lambda: Layer(read_item),
-    "data_branch": lambda: Layer(branch_on_data, inner=nn.Linear(WIDTH, WIDTH)),
-    "selected_rows": lambda: Layer(select_rows),
-    "python_random": lambda: Layer(draw_in_python),
-    "numpy_random": lambda: Layer(draw_in_numpy),
+    "item": lambda: Layer(lambda own, x, tokens: x * (1 + 0.1 * x.abs().mean().item())),
+    "data_branch": lambda: Layer(
+        lambda own, x, tokens: own.inner(x) if x.sum() > 0 else x, inner=nn.Linear(WIDTH, WIDTH)
+    ),
+    "selected_rows": lambda: Layer(lambda own, x, tokens: x + x[x[:, 0] > 0].sum(0)),
+    "python_random": lambda: Layer(lambda own, x, tokens: x * (1 + random.random())),
+    "numpy_random": lambda: Layer(lambda own, x, tokens: x * (1 + float(np.random.rand()))),
 }
 """Layers that torch cannot trace, or that change a Python number at every call."""
 
@@ -357,42 +328,6 @@ FACTOR = 1.0
 
 
 # --- terms: what loss_fn does with batch, output and loss ---
-
-
-def use_dict(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * world.numbers["beta"]
-
-
-def use_attribute(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * world.alpha
-
-
-def use_global(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * FACTOR
-
-
-def use_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * world.tensor
-
-
-def divide(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss + out.square().mean() / world.numbers["beta"]
-
-
-def clamp(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss + out.clamp(max=world.numbers["limit"]).mean()
-
-
-def raise_to_power(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss + 0.01 * out.abs().pow(world.numbers["power"]).mean()
-
-
-def branch(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * 2 if world.flags["is_late"] else loss
-
-
-def draw(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * (0.5 + torch.rand(()))
 
 
 def average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -480,14 +415,6 @@ def move_teacher_in_loss(world: World, x: Tensor, out: Tensor, loss: Tensor) -> 
     return loss + F.mse_loss(out, world.extra(torch.ones(len(x), WIDTH)).detach())
 
 
-def draw_by_own_generator(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * (1 + torch.rand((), generator=world.generator))
-
-
-def differentiate_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss + world.model.inlet(x.detach().clone().requires_grad_()).mean()
-
-
 def count_in_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     world.kept["calls"] = world.kept.get("calls", torch.zeros((), dtype=torch.long)) + 1
     return loss
@@ -496,10 +423,6 @@ def count_in_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tenso
 def count_into_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     world.saved["calls"].add_(1)
     return loss * (1 + 0.01 * world.saved["calls"])
-
-
-def penalise(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss + 1e-3 * sum(weight.square().sum() for weight in world.model.parameters())
 
 
 def distil(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -558,10 +481,6 @@ def count_and_use(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     return loss * (1 + 0.1 * world.kept["used"])
 
 
-def draw_in_loss(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss * (1 + random.random())
-
-
 def fail_on_nan(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     if not torch.isfinite(out).all():
         raise FloatingPointError("the output is not finite")
@@ -574,25 +493,33 @@ def penalise_gradient(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Ten
     return loss + 0.1 * world.step.grad(out, x).square().mean()
 
 
-def leave(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    return loss
-
-
-TERMS: dict[str, Callable[[World, Tensor, Tensor, Tensor], Tensor]] = {
-    "dict": use_dict, "attribute": use_attribute, "global": use_global, "tensor": use_tensor, "divide": divide,
-    "clamp": clamp, "power": raise_to_power, "branch": branch, "rand": draw, "average": average,
-    "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
+Term = Callable[[World, Tensor, Tensor, Tensor], Tensor]
+TERMS: dict[str, Term] = {
+    "dict": lambda world, x, out, loss: loss * world.numbers["beta"],
+    "attribute": lambda world, x, out, loss: loss * world.alpha,
+    "global": lambda world, x, out, loss: loss * FACTOR,
+    "tensor": lambda world, x, out, loss: loss * world.tensor,
+    "divide": lambda world, x, out, loss: loss + out.square().mean() / world.numbers["beta"],
+    "clamp": lambda world, x, out, loss: loss + out.clamp(max=world.numbers["limit"]).mean(),
+    "power": lambda world, x, out, loss: loss + 0.01 * out.abs().pow(world.numbers["power"]).mean(),
+    "branch": lambda world, x, out, loss: loss * 2 if world.flags["is_late"] else loss,
+    "rand": lambda world, x, out, loss: loss * (0.5 + torch.rand(())),
+    "penalty": lambda world, x, out, loss: loss + 1e-3 * sum(p.square().sum() for p in world.model.parameters()),
+    "average": average, "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
     "carry_in_module": carry_in_module, "keep": keep, "metrics": keep_metrics, "keep_input": keep_input,
     "keep_alias": keep_alias, "running": average_where_it_is, "moved_in_loss": move_teacher_in_loss,
-    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "penalty": penalise, "teacher": distil,
-    "fail": fail_if_asked, "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail, "toggle": toggle,
+    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "teacher": distil, "fail": fail_if_asked,
+    "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail, "toggle": toggle,
 }  # fmt: skip
-EAGER_TERMS: dict[str, Callable[[World, Tensor, Tensor, Tensor], Tensor]] = {
+EAGER_TERMS: dict[str, Term] = {
+    "random_loss": lambda world, x, out, loss: loss * (1 + random.random()),
+    "own_generator": lambda world, x, out, loss: loss * (1 + torch.rand((), generator=world.generator)),
+    "differentiated_input": lambda world, x, out, loss: loss + world.model.inlet(x.clone().requires_grad_()).mean(),
+    "write_batch": lambda world, x, out, loss: loss,  # get_loss writes
     "log_item": log_item, "grow": grow, "keep_graph": keep_graph, "count": count_in_python,
-    "count_and_use": count_and_use, "random_loss": draw_in_loss, "fail_on_nan": fail_on_nan,
-    "gradient_penalty": penalise_gradient, "last_three": keep_last_three, "own_generator": draw_by_own_generator,
-    "write_batch": leave, "keep_view": keep_view, "keep_weight": keep_weight,
-    "keep_row_of_input": keep_row_of_input, "differentiated_input": differentiate_input,
+    "count_and_use": count_and_use, "fail_on_nan": fail_on_nan, "gradient_penalty": penalise_gradient,
+    "last_three": keep_last_three, "keep_view": keep_view, "keep_weight": keep_weight,
+    "keep_row_of_input": keep_row_of_input,
 }  # fmt: skip
 ALL_TERMS = TERMS | EAGER_TERMS
 BY_FORM = ("smoothing", "weight", "tensor_weight")

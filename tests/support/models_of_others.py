@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from halfstep_train.workloads.base.workload import Workload
 from tiny_workload import build as build_tiny
@@ -37,14 +38,15 @@ class Transformer(nn.Module):
         super().__init__()
         self.layers, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(DIM, 3)
 
+    def run_layer(self, layer: nn.Module, x: Tensor, mask: Tensor) -> Any:
+        return layer(x, mask=mask)
+
     def forward(self, image: Tensor) -> Tensor:
-        x, mask = (
-            image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2),
-            torch.zeros(64, 64, device=image.device).triu(1),
-        )
+        x = image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2)
+        mask = torch.zeros(64, 64, device=image.device).triu(1)
         entropy = image.new_zeros(())
         for layer in self.layers:
-            x, more = layer(x, mask=mask)
+            x, more = self.run_layer(layer, x, mask)
             entropy = entropy + more["weights"].square().mean()
         return self.head(x.mean(1)) + entropy
 
@@ -197,16 +199,8 @@ class WritingNet(nn.Module):
 class CheckpointedNet(Transformer):
     """Recomputes by itself."""
 
-    def forward(self, image: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        x, mask = (
-            image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2),
-            torch.zeros(64, 64, device=image.device).triu(1),
-        )
-        for layer in self.layers:
-            x, _ = checkpoint(layer, x, mask=mask, use_reentrant=False)
-        return self.head(x.mean(1))
+    def run_layer(self, layer: nn.Module, x: Tensor, mask: Tensor) -> Any:
+        return checkpoint(layer, x, mask=mask, use_reentrant=False)
 
 
 class UncalledNet(nn.Module):

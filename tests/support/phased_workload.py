@@ -6,10 +6,7 @@ takes, `generator` likewise, `penalty` for a critic loss that takes gradients it
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep_train.data.noise import normal
+from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, Phase, Workload
-from tiny_workload import Samples
+from tiny_workload import Samples, signal_once
 
 SIZE = 2 * 8 * 8
 
@@ -37,25 +35,11 @@ class Pair(nn.Module):
         return self.generator(x)
 
 
-class Error:
-    """The mean squared error, in sums."""
+class Error(Means):
+    """The mean squared error."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64)
-
-    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        squares = (outputs["image"].double() - batch["clean"]).square()
-        self.sums = self.sums.to(squares.device) + torch.stack([squares.sum(), squares.new_tensor(squares.numel())])
-
-    def compute(self) -> dict[str, float]:
-        total, count = self.sums.tolist()
-        return {"error": total / count if count else 0.0}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"sums": self.sums}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.sums = state["sums"]
+        super().__init__(error=lambda outputs, batch: (outputs["image"].double() - batch["clean"]).square())
 
 
 def denoised(model: Pair, batch: Batch) -> Batch:
@@ -80,16 +64,14 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
     poisoned = {name: set(steps) for name, steps in options.get("poisoned", {}).items()}
     loud = set(options.get("loud", ()))
-    signal_file, signal_step = Path(options.get("signal_file", "/nowhere")), options.get("signal_step", -1)
     penalty = options.get("penalty", False)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         clean = batch["image"].flatten(1)
         noisy = clean + normal(key, len(clean), (SIZE,), clean.device, stream="eps")
         step = key[1] if training else -1
-        if step == signal_step and signal_file.exists():
-            signal_file.unlink()
-            os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+        if step == options.get("signal_step", -1):
+            signal_once(options)
         bad = {
             f"bad_{name}": torch.full((len(clean),), float("nan") if step in poisoned.get(name, ()) else 0.0).to(clean)
             for name in ("generator", "critic")

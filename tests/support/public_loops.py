@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 import zlib
@@ -81,10 +82,6 @@ def train_classifier(path: Path, num_workers: int = 0) -> list[nn.Module]:
             step(lambda batch: F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1), window)
             hs.save(path, step, model)
     return [model]
-
-
-def train_classifier_in_workers(path: Path) -> list[nn.Module]:
-    return train_classifier(path, num_workers=2)
 
 
 # --- a character language model: no data set, windows drawn from the text by the loop itself ---
@@ -208,10 +205,6 @@ def train_adapters(path: Path, num_workers: int = 0) -> list[nn.Module]:
     return [model]
 
 
-def train_adapters_in_workers(path: Path) -> list[nn.Module]:
-    return train_adapters(path, num_workers=2)
-
-
 # --- regression on an iterable data set with a shuffle buffer ---
 
 
@@ -247,4 +240,7 @@ LOOPS = {
     "adapters": train_adapters,
     "regression": train_regression,
 }
-IN_WORKERS = {"classifier": train_classifier_in_workers, "adapters": train_adapters_in_workers}
+IN_WORKERS = {
+    "classifier": functools.partial(train_classifier, num_workers=2),
+    "adapters": functools.partial(train_adapters, num_workers=2),
+}

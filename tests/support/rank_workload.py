@@ -34,6 +34,13 @@ def rank() -> int:
 FLIPS = UNetAugmentConfig(flip=0.5, rotate_degrees=0, scale=0, brightness=0)
 
 
+def kill_once(done: Path) -> None:
+    """Kill this process unless the file `done` is there, which is then made."""
+    if not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Failing(Samples):
     """Samples of which one cannot be read."""
 
@@ -69,9 +76,8 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
         if not training:
             return batch
         step = key[1]
-        if is_now("killed", step) and not Path(options["once"]).exists():
-            Path(options["once"]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if is_now("killed", step):
+            kill_once(Path(options["once"]))
         if is_now("asked", step):
             os.kill(os.getpid(), signal.SIGTERM)
         if is_now("warns", step):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep_train.data import noise
 from halfstep_train.workloads.base.workload import Batch, Workload
-from rank_workload import rank
+from rank_workload import kill_once, rank
 from tiny_workload import Accuracy, Samples
 
 WIDTH = 13
@@ -57,9 +55,8 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             return batch
         image = batch["image"] + 0.1 * noise.normal(key, len(batch["image"]), (2, 8, 8), batch["image"].device)
         time.sleep(options.get("pause_s", 0))
-        if options.get("killed") == [rank(), key[1]] and not Path(options["once"]).exists():
-            Path(options["once"]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if options.get("killed") == [rank(), key[1]]:
+            kill_once(Path(options["once"]))
         if options.get("poisoned") == key[1] and rank() == 1:
             image[0, 0, 0, 0] = float("nan")
         seen = image.flatten(1)[:, :WIDTH]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import captured_faults
 import halfstep as hs
+from captured_faults import ROWS, Loop
 
-NUM_STEPS, ROWS = 9, 6
+NUM_STEPS = 9
 
 
 class Net(nn.Module):
@@ -92,23 +93,12 @@ CASES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def train(name: str, device: torch.device, fast: Any, precision: str) -> tuple[list[float], list[Tensor], hs.Step]:
-    torch.manual_seed(0)
-    model = Net().to(device)
-    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True), precision, fast=fast)
-    assert step.plan.granted == precision
-    draws = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(NUM_STEPS):
-        x, y = torch.randn(ROWS, 4, generator=draws), torch.randint(0, 3, (ROWS,), generator=draws)
-        losses.append(step(lambda batch: CASES[name](model, *batch), [(x.to(device), y.to(device))]).loss)
-    return losses, [parameter.detach().clone() for parameter in model.parameters()], step
-
-
 def assert_same(name: str, device: torch.device, precision: str = "bf16") -> None:
-    expected, then, _ = train(name, device, "off", precision)
-    found, now, step = train(name, device, "graph", precision)
-    assert (step._fast.why_eager, step.mode) == ("", "graph")
-    assert "the eager step and" in str(step.certificate)  # not "up to rounding"
-    assert found == expected
-    assert all(map(torch.equal, now, then))
+    def make(device: torch.device) -> Loop:
+        model = Net().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+        return Loop(model, lambda batch: CASES[name](model, *batch), optimizer=optimizer)
+
+    found = captured_faults.assert_same(name, device, loops={name: make}, length=NUM_STEPS, precision=precision)
+    assert found.step.plan.granted == precision
+    assert "the eager step and" in str(found.step.certificate)  # not "up to rounding"

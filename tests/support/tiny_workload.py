@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, Workload
 
 
@@ -48,36 +49,28 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-class Accuracy:
+class Accuracy(Means):
     def __init__(self) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64)
+        super().__init__(accuracy=lambda outputs, batch: outputs.argmax(1) == batch["label"])
 
-    def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        right = (outputs.argmax(1) == batch["label"]).sum()
-        self.counts = self.counts.to(right.device) + torch.stack([right, right.new_tensor(len(outputs))])
 
-    def compute(self) -> dict[str, float]:
-        right, total = self.counts.tolist()
-        return {"accuracy": right / total if total else 0.0}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"counts": self.counts}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.counts = state["counts"]
+def signal_once(options: Mapping[str, Any]) -> None:
+    """Send this process a signal if the file `signal_file` is there, and remove the file."""
+    signal_file = Path(options.get("signal_file", "/nowhere"))
+    if signal_file.exists():
+        signal_file.unlink()
+        os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
 
 
 def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
-    poisoned = set(options.get("poisoned", ()))
-    signal_file, signal_step = Path(options.get("signal_file", "/nowhere")), options.get("signal_step", -1)
+    poisoned, signal_step = set(options.get("poisoned", ())), options.get("signal_step", -1)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         step = key[1] if training else -1
         is_time = step == signal_step if training else Path(options.get("signal_with", "/nowhere")).exists()
-        if is_time and signal_file.exists():
-            signal_file.unlink()
-            os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+        if is_time:
+            signal_once(options)
         if not training:
             return batch
         image = batch["image"] + 0.1 * torch.randn(batch["image"].shape, generator=make_generator(*key)).to(

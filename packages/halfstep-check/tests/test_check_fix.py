@@ -95,37 +95,40 @@ def fixed(source: str) -> str:
     return apply_edits(source, collect_changes(findings).edits.get("train.py", []))
 
 
-def test_deprecated_calls_are_rewritten_with_their_device() -> None:
-    before = "import torch\nwith torch.cuda.amp.autocast(enabled=use):\n    y = model(x)\n"
-    assert fixed(before) == 'import torch\nwith torch.amp.autocast("cuda", enabled=use):\n    y = model(x)\n'
-
-
-def test_deprecated_imports_and_all_their_uses_are_rewritten_together() -> None:
-    before = (
-        "from torch.cuda.amp import GradScaler, autocast\ns = GradScaler()\nwith autocast(True):\n    y = model(x)\n"
-    )
-    after = (
+REWRITTEN = {
+    "a call with its device": (
+        "import torch\nwith torch.cuda.amp.autocast(enabled=use):\n    y = model(x)\n",
+        'import torch\nwith torch.amp.autocast("cuda", enabled=use):\n    y = model(x)\n',
+    ),
+    "an import and all its uses": (
+        "from torch.cuda.amp import GradScaler, autocast\ns = GradScaler()\nwith autocast(True):\n    y = model(x)\n",
         "from torch.amp import GradScaler, autocast\n"
-        's = GradScaler("cuda")\nwith autocast("cuda", enabled=True):\n    y = model(x)\n'
-    )
+        's = GradScaler("cuda")\nwith autocast("cuda", enabled=True):\n    y = model(x)\n',
+    ),
+    "columns in characters, not bytes": (
+        'import torch\nname = "größe"; scaler = torch.cuda.amp.GradScaler()\n',
+        'import torch\nname = "größe"; scaler = torch.amp.GradScaler("cuda")\n',
+    ),
+}
+LEFT_ALONE = {
+    "an import whose use is not certain": "from torch.cuda.amp import autocast\ncontext = autocast\n",
+    "a call through an alias": "from torch.cuda import amp\nscaler = amp.GradScaler()\n",
+    "a scaler written for the new module": "from torch.cuda.amp import GradScaler\nscaler = GradScaler('cuda')\n",
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_deprecated_names_are_rewritten_once(case: str) -> None:
+    before, after = REWRITTEN[case]
     assert fixed(before) == after
     assert fixed(after) == after
 
 
-def test_an_import_whose_use_is_not_certain_is_left_alone() -> None:
-    source = "from torch.cuda.amp import autocast\ncontext = autocast\n"
-    assert fixed(source) == source
-
-
-def test_a_call_through_an_alias_is_reported_and_left_alone() -> None:
-    source = "from torch.cuda import amp\nscaler = amp.GradScaler()\n"
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_what_is_not_certain_is_reported_and_left_alone(case: str) -> None:
+    source = LEFT_ALONE[case]
     assert [f.rule for f in lint_tree(ast.parse(source), source, "train.py")] == ["deprecated-amp"]
     assert fixed(source) == source
-
-
-def test_columns_count_characters_not_bytes() -> None:
-    source = 'import torch\nname = "größe"; scaler = torch.cuda.amp.GradScaler()\n'
-    assert fixed(source).endswith('name = "größe"; scaler = torch.amp.GradScaler("cuda")\n')
 
 
 def test_a_script_that_would_not_parse_afterwards_is_not_written(tmp_path: Path) -> None:
@@ -136,11 +139,6 @@ def test_a_script_that_would_not_parse_afterwards_is_not_written(tmp_path: Path)
         write({str(script): [broken]})
     assert script.read_text() == "x = f(1)\n"
     assert list(tmp_path.iterdir()) == [script]
-
-
-def test_a_scaler_written_for_the_new_module_keeps_its_device_once() -> None:
-    source = "from torch.cuda.amp import GradScaler\nscaler = GradScaler('cuda')\n"
-    assert fixed(source) == source
 
 
 def test_old_names_are_all_edited_or_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from halfstep_check.declarations import Reference, Source
 from halfstep_check.dialects import command_line, environment
 from halfstep_check.findings import Finding, Ignores, Place, Severity
 from halfstep_check.hardware_gap import Device, find_hardware_gaps
-from halfstep_check.reading import FileReading, Progress, read_file, read_found, resolve_links
+from halfstep_check.reading import FileReading, read_file, read_found, resolve_links
 from halfstep_check.resolve import Effective, find_conflicts, resolve_effective
 from halfstep_check.rules import RULES, get_severity
 from halfstep_check.runs import group_runs
@@ -91,7 +92,6 @@ def check(
     variables: Mapping[str, str] | None = None,
     commands: Sequence[str] = (),
     device: Device | None = None,
-    progress: Progress | None = None,
     load_own: LoadOwn | None = None,
     rules: Collection[str] | None = None,
 ) -> Report:
@@ -100,16 +100,16 @@ def check(
     `rules` are the names of those that count; None for all.
     """
     reading = Reading(load_own=load_own)
-    if project is not None and not files.is_folder(project):
+    if project is not None and not os.path.isdir(project):
         reading.unreadable.append(ConfigError(f"--project {project}: no such folder", fix="check the path"))
     texts = {path: text for path in list_named_files(paths) if (text := read_if_possible(path, reading)) is not None}
-    below = [path for folder in paths if files.is_folder(folder) for path in files.list_scripts(folder)]
+    below = [path for folder in paths if os.path.isdir(folder) for path in files.list_scripts(folder)]
     below += list(files.list_project_files(project)) if project else []
     found = [path for path in dict.fromkeys(below) if path not in texts]
     version = find_pinned_lightning(texts, found)
     for path, text in texts.items():
         read_named(path, text, version, reading)
-    read_project(found, version, project, reading, progress)
+    read_project(found, version, project, reading)
     reading.named += [
         s for c in commands for s in command_line.read_commands(c, "command line", lightning_version=version)
     ]
@@ -118,11 +118,9 @@ def check(
     return report(reading, device, rules)
 
 
-def read_project(
-    found: Sequence[Path], version: str, project: Path | None, reading: Reading, progress: Progress | None
-) -> None:
+def read_project(found: Sequence[Path], version: str, project: Path | None, reading: Reading) -> None:
     names: dict[str, list[str]] = {}
-    for path, read in read_found(found, version, progress):
+    for path, read in read_found(found, version):
         if isinstance(read, HalfstepError):
             reading.skipped.append(read.what)
             continue
@@ -135,7 +133,7 @@ def read_project(
 
 
 def list_named_files(paths: Sequence[Path]) -> list[Path]:
-    return [path for path in dict.fromkeys(paths) if not files.is_folder(path)]
+    return [path for path in dict.fromkeys(paths) if not os.path.isdir(path)]
 
 
 def read_if_possible(path: Path, reading: Reading) -> str | None:
@@ -258,17 +256,12 @@ def find_unknown_ignores(path: Path, ignores: Ignores) -> Iterator[Finding]:
 
 
 def find_referenced_file(reference: Reference) -> Path | None:
-    """Return the file meant: next to the one that names it, or from the working directory, as the frameworks look."""
+    """Return the file meant: next to the one that names it, or from the working directory, as the frameworks look.
+
+    `os.path` takes any name, also one too long for a file; reading a pipe or device would wait forever.
+    """
     sibling = Path(reference.place.path).parent / reference.name
-    return next((path for path in dict.fromkeys((sibling, Path(reference.name))) if is_plain_file(path)), None)
-
-
-def is_plain_file(path: Path) -> bool:
-    """Return whether a path is a file: reading a pipe or device would wait forever."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it
-        return False
+    return next((path for path in (sibling, Path(reference.name)) if os.path.isfile(path)), None)
 
 
 def report_missing_file(reference: Reference) -> Finding:

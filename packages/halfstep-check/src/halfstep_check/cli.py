@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from halfstep_check.declarations import Source
     from halfstep_check.findings import Finding
     from halfstep_check.hardware_gap import Device
-    from halfstep_check.view import FindingLines
 
 MAX_SOURCES = 100
 """Sources shown in the table; a longer one is unreadable and takes seconds to lay out."""
@@ -184,9 +183,8 @@ def run_check(
 
     variables = dict(os.environ) if env else None
     return check(
-        named, project=project, variables=variables, commands=commands, device=device, progress=count_files(),
-        load_own=load_own, rules=rules,
-    )  # fmt: skip
+        named, project=project, variables=variables, commands=commands, device=device, load_own=load_own, rules=rules
+    )
 
 
 def refuse_nothing_read(named: list[Path], report: Report) -> None:
@@ -197,25 +195,6 @@ def refuse_nothing_read(named: list[Path], report: Report) -> None:
             why="a folder is searched for Python files; it holds none",
             fix=f"configs of a project are found with --project {named[0]}",
         )
-
-
-MIN_COUNTED = 100
-"""Fewer files are read too quickly to need a count."""
-
-
-def count_files() -> Callable[[int, int], None]:
-    """Return a function that shows on a terminal how many files of a large tree have been read."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-
-    def show(done: int, total: int) -> None:
-        if console.is_terminal and total >= MIN_COUNTED and (done % 20 == 0 or done == total):
-            end = "\r" if done < total else "\r" + " " * 40 + "\r"
-            console.file.write(f"read {done:,} of {total:,} files{end}")
-            console.file.flush()
-
-    return show
 
 
 def select_device(gpu: str, here: bool, host: Host) -> Device | None:
@@ -246,24 +225,9 @@ def print_rules(name: str) -> None:
     from halfstep_check.view import make_rule_view, make_rules_table
 
     if name == "all":
-        Console().print(make_rules_table((rule.name, rule.severity.value, rule.title) for rule in RULES.values()))
+        Console().print(make_rules_table(RULES.values()))
         return
     Console().print(make_rule_view(get_rule(name)))
-
-
-def format_finding(finding: Finding) -> FindingLines:
-    from halfstep_check.rules import get_severity
-    from halfstep_check.view import FindingLines
-
-    return FindingLines(
-        severity=get_severity(finding).value,
-        place=str(finding.place),
-        rule=finding.rule,
-        message=finding.message,
-        fix=finding.fix,
-        related=tuple(str(place) for place in finding.related),
-        has_edit=bool(finding.edits),
-    )
 
 
 def print_sources(console: Console, sources: Sequence[Source]) -> None:
@@ -297,18 +261,18 @@ def print_report(report: Report, num_rules: int) -> None:
     from rich.console import Console, NewLine
 
     from halfstep_check.rules import RULES
-    from halfstep_check.view import format_summary, make_runs_table, print_findings
+    from halfstep_check.view import format_summary, make_finding_view, make_runs_table
 
     console = Console()
-    lines = [format_finding(finding) for finding in report.findings]
-    print_findings(console, lines)
+    for finding in report.findings:
+        console.print(make_finding_view(finding), soft_wrap=False)
     print_unreadable(report)
-    if lines and report.sources:
+    if report.findings and report.sources:
         console.print()
     if report.sources:
         print_sources(console, report.sources)
     if report.sources and report.effective:
-        console.print(make_runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
+        console.print(make_runs_table(report.effective), NewLine())
     for name in report.silent:
         console.print(f"{name}: states no precision that halfstep-check recognises", style="dim", highlight=False)
     for name in report.unvalidated:
@@ -319,9 +283,9 @@ def print_report(report: Report, num_rules: int) -> None:
     if len(report.skipped) > MAX_SKIPPED:
         console.print(f"not read: {len(report.skipped) - MAX_SKIPPED} more files; --json lists them", style="yellow")
     counts = {"num_scripts": report.num_scripts, "num_sources": len(report.sources), "num_ignored": report.num_ignored}
-    if not report.unreadable or lines:
+    if not report.unreadable or report.findings:
         by = f", {num_rules} of {len(RULES)} rules" if num_rules < len(RULES) else ""
-        console.print(format_summary(lines, **counts, by=by))
+        console.print(format_summary(report.findings, **counts, by=by))
 
 
 def print_unreadable(report: Report) -> None:

@@ -23,13 +23,6 @@ MAX_PROJECT_CONFIG_BYTES = 50_000
 """A project's own configs are small; larger JSON and YAML files there are data."""
 
 
-def is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name too long for the file system, say: reading it will tell
-        return False
-
-
 def read_text(path: Path) -> str:
     """Return the text of a file, or an error that says what is wrong with it."""
     try:

@@ -7,6 +7,7 @@ config names its groups. Links are read from the text, so that a project of thou
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
@@ -79,13 +80,7 @@ def resolve(name: str, start: Path, root: Path, known: Collection[Path]) -> Path
 
 
 def normalise_path(path: Path) -> Path:
-    parts: list[str] = []
-    for part in path.parts:
-        if part == ".." and parts and parts[-1] not in ("..", path.anchor):
-            parts.pop()
-        elif part != ".":
-            parts.append(part)
-    return Path(*parts)
+    return Path(os.path.normpath(path))
 
 
 def list_reached(start: Path, links: Mapping[Path, Collection[Path]]) -> list[Path]:

@@ -21,8 +21,6 @@ from halfstep_check.shared.errors import ConfigError, HalfstepError
 POOL_FROM = 100
 """Fewer files are read sooner than a pool is started."""
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(kw_only=True, slots=True)
 class FileReading:
@@ -38,14 +36,10 @@ class FileReading:
     """Of halfstep's own YAML configs."""
 
 
-def read_found(
-    paths: Sequence[Path], version: str, progress: Progress | None
-) -> Iterator[tuple[Path, FileReading | HalfstepError]]:
+def read_found(paths: Sequence[Path], version: str) -> Iterator[tuple[Path, FileReading | HalfstepError]]:
     """Read files of a folder or project, in order; a file that cannot be read (a template, say) gives its error."""
     readings = read_in_pool(partial(read_quietly, version=version), paths)
-    for number, (path, reading) in enumerate(zip(paths, readings, strict=True), start=1):
-        if progress is not None:
-            progress(number, len(paths))
+    for path, reading in zip(paths, readings, strict=True):
         if reading is not None:
             yield path, reading
 

@@ -44,17 +44,8 @@ HF_OPTIMIZERS = {
         "fp32",
     ),
     "adafactor": "factored, no momentum",
-    **dict.fromkeys(
-        (
-            *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_anyprecision", "stable_adamw"),
-            *("galore_adamw", "galore_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise"),
-            *("apollo_adamw", "apollo_adamw_layerwise", "lomo", "adalomo", "grokadamw"),
-            *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-        ),
-        "",
-    ),
 }
-"""transformers 5 `OptimizerNames` and how each stores its state; empty where that depends on more than the name."""
+"""transformers 5 `OptimizerNames` and how each stores its state; those where it depends on more are left out."""
 
 TITAN_WORDS = {"bfloat16": "bf16", "float32": "fp32"}
 """torchtitan's `mixed_precision_param`; there is no loss scaling, so no float16."""

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep_check.rules import Rule
+from halfstep_check.findings import Finding
+from halfstep_check.resolve import Effective
+from halfstep_check.rules import Rule, get_severity
 from halfstep_check.shared.terminal import make_plain_table
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FindingLines:
-    """One finding, ready to be read."""
-
-    severity: str
-    place: str
-    rule: str
-    message: str
-    fix: str = ""
-    related: tuple[str, ...] = ()
-    has_edit: bool = False
 
 
 def make_says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
@@ -40,36 +28,37 @@ def make_says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
     return table
 
 
-def make_runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+def make_runs_table(rows: Iterable[Effective]) -> Table:
     """Return the table of what takes effect: topic, value, source, and why that source wins."""
     table = make_plain_table("in effect", "value", "because of", "why it wins")
     table.columns[2].overflow = "fold"
-    for topic, value, source, reason in rows:
-        table.add_row(Text(topic), Text(value, style="bold green"), Text(source), Text(reason))
+    for row in rows:
+        table.add_row(Text(row.topic), Text(row.value, style="bold green"), Text(row.source), Text(row.reason))
     return table
 
 
-def make_finding_view(finding: FindingLines) -> RenderableType:
+def make_finding_view(finding: Finding) -> RenderableType:
     """Return a finding with its severity on the left and the rest next to it; long paths are folded, so nothing leaves
     the terminal's width."""
-    lines = [Text.assemble((finding.place, "bold"), "  ", (f"[{finding.rule}]", "dim")), Text(finding.message)]
+    lines = [Text.assemble((str(finding.place), "bold"), "  ", (f"[{finding.rule}]", "dim")), Text(finding.message)]
     if finding.fix:
-        mark = " (--fix can do this)" if finding.has_edit else ""
+        mark = " (--fix can do this)" if finding.edits else ""
         lines.append(Text.assemble(("fix: ", "bold"), finding.fix, (mark, "dim")))
     if finding.related:
-        lines.append(Text("see " + ", ".join(finding.related), style="dim"))
+        lines.append(Text("see " + ", ".join(map(str, finding.related)), style="dim"))
     grid = Table.grid(padding=0)
     grid.add_column(width=8)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(finding.severity, style=SEVERITY_STYLES[finding.severity]), Text("\n").join(lines))
+    severity = get_severity(finding)
+    grid.add_row(Text(severity, style=SEVERITY_STYLES[severity]), Text("\n").join(lines))
     return grid
 
 
 def format_summary(
-    findings: Sequence[FindingLines], *, num_scripts: int, num_sources: int, num_ignored: int, by: str = ""
+    findings: Sequence[Finding], *, num_scripts: int, num_sources: int, num_ignored: int, by: str = ""
 ) -> Text:
     """Return one line; `by` says which rules were applied, where that were not all."""
-    counts = {name: sum(f.severity == name for f in findings) for name in SEVERITY_STYLES}
+    counts = {name: sum(get_severity(f) == name for f in findings) for name in SEVERITY_STYLES}
     looked = (
         f"{num_sources} config source{'s' * (num_sources != 1)}, {num_scripts} script{'s' * (num_scripts != 1)}{by}"
     )
@@ -81,10 +70,10 @@ def format_summary(
     return Text(f"{found} in {looked}{ignored}. --explain RULE says more", style="bold")
 
 
-def make_rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+def make_rules_table(rules: Iterable[Rule]) -> Table:
     table = make_plain_table("rule", "severity", "what it finds")
-    for row in rows:
-        table.add_row(*map(Text, row))
+    for rule in rules:
+        table.add_row(Text(rule.name), Text(rule.severity), Text(rule.title))
     return table
 
 
@@ -105,8 +94,3 @@ def make_rule_view(rule: Rule) -> Group:
         parts += ["", Text("public threads: " + ", ".join(rule.threads), style="dim")]
     parts += ["", Text(f"silence one line with  # halfstep: ignore[{rule.name}]", style="dim")]
     return Group(*parts)
-
-
-def print_findings(console: Console, findings: Iterable[FindingLines]) -> None:
-    for finding in findings:
-        console.print(make_finding_view(finding), soft_wrap=False)

@@ -49,7 +49,7 @@ def test_a_window_that_starts_over_counts_its_samples_once(tmp_path: Path, monke
     original = Loop._end_epoch
 
     def end_epoch(running: Loop) -> None:
-        counted.append(int(running.train_metrics.state_dict()["counts"][1]))
+        counted.append(int(running.train_metrics.state_dict()["accuracy"][1]))
         original(running)
 
     monkeypatch.setattr(Loop, "_end_epoch", end_epoch)

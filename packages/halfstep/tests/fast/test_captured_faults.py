@@ -151,6 +151,7 @@ def test_a_loss_that_rounds_differently_is_named_by_the_certificate() -> None:
     assert "bit-equal to the eager step up to rounding and its uncaptured code" in str(found.step.certificate)
     for now, then in zip(found.history, expected.history, strict=True):
         assert math.isclose(now.pop("loss"), then.pop("loss"), rel_tol=certificate.ROUNDINGS * 2**-23)
+        del now["spikes"], then["spikes"]  # averages of losses
     assert_same_history(found, expected)
 
 

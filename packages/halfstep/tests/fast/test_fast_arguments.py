@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def train(length: int = 10, **settings: Any) -> tuple[list[Tensor], hs.Step, int
     return [parameter.detach() for parameter in model.parameters()], step, kept
 
 
+def make(fast: Any, **settings: Any) -> tuple[nn.Module, hs.Step, Callable[[Tensor], Tensor]]:
+    """Return one block, its step and its loss function."""
+    torch.manual_seed(0)
+    model = Block()
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), "fp32", fast=fast, **settings)
+    return model, step, lambda batch: model(batch).square().mean()
+
+
+def assert_as_eager(model: nn.Module, batches: list[Tensor], **settings: Any) -> None:
+    """Compare a model that was trained with these batches with one that eager steps train."""
+    expected, step, loss_fn = make("off", **settings)
+    for batch in batches:
+        step(loss_fn, [batch])
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
 def test_low_memory_recomputes_blocks_and_trains_to_the_same_bits() -> None:
     normal, _, kept = train()
     low, _, kept_low = train(memory="low")
@@ -82,13 +99,7 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try_compiled_code_at_once(monkeypatch)
     with replays_on_cpu():
-        torch.manual_seed(0)
-        model = Block()
-        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast=hs.Fast(num_steps=1000))
-
-        def loss_fn(batch: Tensor) -> Tensor:
-            return model(batch).square().mean()
-
+        model, step, loss_fn = make(hs.Fast(num_steps=1000))
         batches = [torch.randn(2 if number % 4 == 3 else 4, 8) for number in range(24)]
         for batch in batches:
             step(loss_fn, [batch])
@@ -99,12 +110,7 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
         assert len(path.level.graphs) == 1  # of the short batch
         _, saving = compiled_trial.CompileHistory(step._step, usual).expect(0)
         assert saving == 0.5  # 1 s instead of 2 s: the next run knows it
-    torch.manual_seed(0)
-    expected = Block()
-    eager = hs.Step(expected, torch.optim.AdamW(expected.parameters(), fused=True), "fp32", fast="off")
-    for batch in batches:
-        eager(lambda b: expected(b).square().mean(), [batch])
-    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    assert_as_eager(model, batches)
 
 
 @pytest.mark.parametrize("is_inside", [True, False], ids=["in steps", "between steps"])
@@ -122,11 +128,9 @@ def test_time_between_steps_pays_for_no_check(is_inside: bool, monkeypatch: pyte
 
     monkeypatch.setattr(fast_path.time, "monotonic", read_clock)
     with replays_on_cpu():
-        model = Block()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-        step = hs.Step(model, optimizer, "fp32", fast="graph", on_outcome=pass_time if is_inside else None)
+        _, step, loss_fn = make("graph", on_outcome=pass_time if is_inside else None)
         for _ in range(3 * fast_path.LOOK_EVERY):
-            step(lambda batch: model(batch).square().mean(), [torch.randn(4, 8)])
+            step(loss_fn, [torch.randn(4, 8)])
             pass_time()
         assert step.mode == "graph"
         assert step.certificate.num_checks == (2 if is_inside else 0)
@@ -137,13 +141,7 @@ def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(
     number: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with replays_on_cpu():
-        torch.manual_seed(0)
-        model = Block()
-        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast="graph", ema_decay=0.9)
-
-        def loss_fn(batch: Tensor) -> Tensor:
-            return model(batch).square().mean()
-
+        model, step, loss_fn = make("graph", ema_decay=0.9)
         batches = [torch.randn(4, 8) for _ in range(8)]
         for batch in batches[:number]:
             step(loss_fn, [batch])
@@ -163,24 +161,17 @@ def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(
         monkeypatch.setattr(FastPath, method, run)
         for batch in batches[number + is_made :]:
             step(loss_fn, [batch])
-    torch.manual_seed(0)
-    expected = Block()
-    eager = hs.Step(expected, torch.optim.AdamW(expected.parameters(), fused=True), "fp32", fast="off", ema_decay=0.9)
-    for batch in batches:
-        eager(lambda b: expected(b).square().mean(), [batch])
-    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    assert_as_eager(model, batches, ema_decay=0.9)
 
 
 def test_a_bad_step_is_no_certificate() -> None:
     with replays_on_cpu():
-        torch.manual_seed(0)
-        model = Block()
-        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast="graph")
+        _, step, loss_fn = make("graph")
         modes = []
         for number in range(9):
             is_bad = number in (3, 5)  # when it is compared with the eager step, and when it is captured
             batch = torch.full((4, 8), float("nan")) if is_bad else torch.randn(4, 8)
-            outcome = step(lambda batch: model(batch).square().mean(), [batch])
+            outcome = step(loss_fn, [batch])
             assert outcome.committed != is_bad
             modes.append(step.mode)
     assert modes == ["eager"] * 6 + ["graph"] * 3

@@ -26,8 +26,15 @@ def made(optimizer: Any, model: nn.Module, schedule: Any, **more: Any) -> hs.Ste
     return hs.Step(model, optimizer, "fp32", schedule=schedule, **more)
 
 
-def stepped(step: hs.Step, model: nn.Module, times: int = 1) -> list[float]:
-    return [step(lambda x: model(x).mean(), [X]).lr for _ in range(times)]
+def make_one(make_schedule: Any, lr: float = 1.0, *, fused: bool = True) -> tuple[torch.optim.SGD, hs.Step]:
+    """Return an optimizer and the step that it makes, with the schedule made for it."""
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model, lr, fused=fused)
+    return optimizer, made(optimizer, model, make_schedule(optimizer))
+
+
+def stepped(step: hs.Step, times: int = 1) -> list[float]:
+    return [step(lambda x: step.model(x).mean(), [X]).lr for _ in range(times)]
 
 
 def rate(optimizer: torch.optim.Optimizer) -> float:
@@ -45,30 +52,30 @@ def two_optimizers() -> tuple[nn.Sequential, torch.optim.SGD, torch.optim.SGD]:
 def test_a_scheduler_drives_the_optimizer_it_was_made_with_and_no_other() -> None:
     model, a, b = two_optimizers()
     step = made([a, b], model, hs.per_step(TORCH.StepLR(a, 1, 0.1)))
-    stepped(step, model, 3)
+    stepped(step, 3)
     assert (rate(a), rate(b)) == pytest.approx((0.01, 0.5))
     b.param_groups[0]["lr"] = 0.25  # it has no schedule, so it is the user's
-    stepped(step, model)
+    stepped(step)
     assert rate(b) == 0.25
 
 
 def test_a_list_gives_each_optimizer_its_own_schedule() -> None:
     model, a, b = two_optimizers()
     step = made([a, b], model, [lambda k: 1 / (1 + k), hs.per_step(TORCH.ExponentialLR(b, 0.5))])
-    assert stepped(step, model, 3) == pytest.approx([1, 1 / 2, 1 / 3])
+    assert stepped(step, 3) == pytest.approx([1, 1 / 2, 1 / 3])
     assert rate(b) == pytest.approx(0.5 * 0.25)
 
 
 def test_a_list_may_leave_one_optimizer_out_and_the_first_ones_rate_is_reported() -> None:
     model, a, b = two_optimizers()
     step = made([a, b], model, [None, lambda k: 0.1])
-    assert stepped(step, model) == [1.0]
+    assert stepped(step) == [1.0]
     assert rate(b) == pytest.approx(0.05)
 
 
 def test_a_function_alone_multiplies_the_rates_of_all() -> None:
     model, a, b = two_optimizers()
-    stepped(made([a, b], model, lambda k: 0.5), model)
+    stepped(made([a, b], model, lambda k: 0.5))
     assert (rate(a), rate(b)) == (0.5, 0.25)
 
 
@@ -85,9 +92,8 @@ def test_a_scheduler_of_an_optimizer_that_is_not_here_is_refused() -> None:
 
 @pytest.mark.parametrize("given", ["cosine", 0.1, {}, TORCH.StepLR])
 def test_what_is_no_schedule_is_refused_with_what_one_is(given: object) -> None:
-    model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="CosineAnnealingLR") as error:
-        made(sgd(model), model, given)
+        make_one(lambda _: given)
     assert "hs.per_step" in error.value.fix
 
 
@@ -95,18 +101,16 @@ def test_what_is_no_schedule_is_refused_with_what_one_is(given: object) -> None:
 
 
 def test_a_function_per_epoch_is_asked_for_epochs() -> None:
-    model = nn.Linear(2, 2)
-    step = made(sgd(model), model, hs.per_epoch(lambda epoch: 1 / (1 + epoch)))
+    _, step = make_one(lambda _: hs.per_epoch(lambda epoch: 1 / (1 + epoch)))
     rates = []
     for _ in range(3):
-        rates += stepped(step, model, 2)
+        rates += stepped(step, 2)
         step.epoch_ended()
     assert rates == pytest.approx([1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3])
 
 
 def test_a_forgotten_epoch_ended_is_noticed() -> None:
-    model = nn.Linear(2, 2)
-    step = made(sgd(model), model, hs.per_epoch(lambda epoch: 0.5))
+    _, step = make_one(lambda _: hs.per_epoch(lambda epoch: 0.5))
     assert len(list(step.windows([X, X]))) == 2
     with pytest.warns(UserWarning, match="epoch_ended"):
         list(step.windows([X]))
@@ -114,10 +118,9 @@ def test_a_forgotten_epoch_ended_is_noticed() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "function per step", "ReduceLROnPlateau per validation"])
 def test_epoch_ended_without_a_schedule_per_epoch_is_refused(kind: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model)
+    _, step = make_one(lambda optimizer: kinds_of_schedules(optimizer)[kind])
     with pytest.raises(ConfigError, match=r"per_epoch"):
-        made(optimizer, model, kinds_of_schedules(optimizer)[kind]).epoch_ended()
+        step.epoch_ended()
 
 
 SHORT = {
@@ -136,27 +139,22 @@ LONG = {
 
 @pytest.mark.parametrize("name", SHORT)
 def test_a_scheduler_that_looks_like_one_of_epochs_is_asked_about_unless_it_was_said(name: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model)
     with pytest.warns(UserWarning, match=r"hs.per_epoch\(scheduler\).*hs.per_step"):
-        made(optimizer, model, SHORT[name](optimizer))
-    made(optimizer, model, hs.per_step(SHORT[name](optimizer)))
-    made(optimizer, model, hs.per_epoch(SHORT[name](optimizer)))
+        make_one(SHORT[name])
+    make_one(lambda optimizer: hs.per_step(SHORT[name](optimizer)))
+    make_one(lambda optimizer: hs.per_epoch(SHORT[name](optimizer)))
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_scheduler_over_many_steps_is_followed_silently(name: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model)
-    stepped(made(optimizer, model, LONG[name](optimizer)), model, 3)
+    stepped(make_one(LONG[name])[1], 3)
 
 
 def test_a_function_that_gives_rates_instead_of_multiples_is_asked_about() -> None:
-    model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match=r"at most 0.0006.*multiple of the optimizer's learning rate, 0.0006"):
-        made(sgd(model, 6e-4), model, lambda k: 6e-4 * min(1, k / 100))
-    made(sgd(model, 1.0), model, lambda k: 6e-4)
-    made(sgd(model, 6e-4), model, lambda k: min(1, k / 5000))  # a long warmup
+        make_one(lambda _: lambda k: 6e-4 * min(1, k / 100), 6e-4)
+    make_one(lambda _: lambda k: 6e-4)
+    make_one(lambda _: lambda k: min(1, k / 5000), 6e-4)  # a long warmup
 
 
 # --- by a metric ---
@@ -174,12 +172,11 @@ METRICS = [1.0, 0.9, 0.91, 0.92, 0.93, 0.8, 0.8, 0.8, 0.8, float("nan"), 0.81, 0
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.filterwarnings("ignore:SGD is not fused")
 def test_a_plateau_cuts_exactly_when_torchs_does(name: str, fused: bool) -> None:
-    model = nn.Linear(2, 2)
-    optimizer, twin = sgd(model, fused=fused), sgd(nn.Linear(1, 1))
-    step = made(optimizer, model, TORCH.ReduceLROnPlateau(optimizer, **PLATEAUS[name]))
+    _, step = make_one(lambda optimizer: TORCH.ReduceLROnPlateau(optimizer, **PLATEAUS[name]), fused=fused)
+    twin = sgd(nn.Linear(1, 1))
     torchs = TORCH.ReduceLROnPlateau(twin, **PLATEAUS[name])
     for metric in METRICS:
-        assert stepped(step, model) == pytest.approx([rate(twin)])
+        assert stepped(step) == pytest.approx([rate(twin)])
         step.validated(torch.tensor(metric))
         torchs.step(metric)
 
@@ -190,13 +187,13 @@ def test_the_groups_show_a_new_rate_at_once(fused: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     a, b = sgd(model[0], 1.0, fused=fused), sgd(model[1], 0.5, fused=fused)
     step = made([a, b], model, [hs.per_epoch(TORCH.StepLR(a, 1, 0.5)), TORCH.ReduceLROnPlateau(b, patience=0)])
-    stepped(step, model)
+    stepped(step)
     step.epoch_ended()
     assert (rate(a), rate(b)) == (0.5, 0.5)
     step.validated(1.0)
     step.validated(2.0)
     assert (rate(a), rate(b)) == pytest.approx((0.5, 0.05))
-    assert stepped(step, model) == [0.5]
+    assert stepped(step) == [0.5]
 
 
 @pytest.mark.parametrize("paced", [hs.per_step, hs.per_epoch])
@@ -245,16 +242,15 @@ def test_a_state_of_another_schedule_is_refused_and_changes_nothing() -> None:
     ],
 )
 def test_a_schedule_that_gives_no_rate_is_refused_with_the_reason(schedule: Any, what: str, fix: str) -> None:
-    model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=what) as error:
-        stepped(made(sgd(model), model, schedule), model, 4)
+        stepped(make_one(lambda _: schedule)[1], 4)
     assert fix in error.value.fix
 
 
 def test_validated_without_a_plateau_says_what_follows_a_metric() -> None:
-    model = nn.Linear(2, 2)
+    _, step = make_one(lambda _: lambda k: 1.0)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
-        made(sgd(model), model, lambda k: 1.0).validated(0.5)
+        step.validated(0.5)
 
 
 def test_epochs_and_plateaus_survive_a_round_trip() -> None:
@@ -266,13 +262,13 @@ def test_epochs_and_plateaus_survive_a_round_trip() -> None:
 
     step = new(a, b)
     for metric in (1.0, 2.0):
-        stepped(step, model)
+        stepped(step)
         step.epoch_ended()
         step.validated(metric)
     c, d = sgd(model[0], 1.0), sgd(model[1], 0.5)
     resumed = new(c, d)
     resumed.load_state_dict(step.state_dict())
-    assert stepped(resumed, model) == stepped(step, model) == [0.25]
+    assert stepped(resumed) == stepped(step) == [0.25]
     assert rate(d) == rate(b) == pytest.approx(0.05)
     with pytest.raises(CheckpointError, match="ReduceLROnPlateau"):
         made([sgd(model[0]), sgd(model[1])], model, None).load_state_dict(step.state_dict())
@@ -284,17 +280,15 @@ def test_epochs_and_plateaus_survive_a_round_trip() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.filterwarnings("ignore:SGD is not fused")
 def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: bool) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model, fused=fused)
-    step = made(optimizer, model, lambda k: 0.5)
+    optimizer, step = make_one(lambda _: lambda k: 0.5, fused=fused)
     optimizer.param_groups[0]["lr"] = 0.0
     with pytest.raises(ConfigError, match="written by hand"):
-        stepped(step, model)
+        stepped(step)
     optimizer.param_groups[0]["lr"] = 1.0 if not fused else step._step.rates.views[0]
-    assert stepped(step, model) == [0.5]
+    assert stepped(step) == [0.5]
     optimizer.param_groups[0]["lr"] *= 0.1  # in place, where it is a tensor
     with pytest.raises(ConfigError, match="written by hand"):
-        stepped(step, model)
+        stepped(step)
 
 
 @pytest.mark.parametrize(
@@ -308,22 +302,20 @@ def test_a_scheduler_that_is_also_stepped_by_hand_is_refused(wrap: Any, instead:
     scheduler: Any = TORCH.StepLR(optimizer, 1, 0.7)
     scheduler = TORCH.ChainedScheduler([scheduler]) if is_chained else scheduler
     step = made(optimizer, model, wrap(scheduler))
-    stepped(step, model)
+    stepped(step)
     scheduler.step()
     with pytest.raises(ConfigError, match=instead):
-        stepped(step, model)
+        stepped(step)
 
 
 def test_without_a_schedule_the_users_own_scheduler_and_hand_set_rates_hold() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model)
+    optimizer, step = make_one(lambda _: None)
     scheduler = TORCH.StepLR(optimizer, 1, 0.1)
-    step = made(optimizer, model, None)
-    assert stepped(step, model) == [1.0]
+    assert stepped(step) == [1.0]
     scheduler.step()
-    assert stepped(step, model) == pytest.approx([0.1])
+    assert stepped(step) == pytest.approx([0.1])
     optimizer.param_groups[0]["lr"] = 0.5
-    assert stepped(step, model) == [0.5]
+    assert stepped(step) == [0.5]
 
 
 # --- no further ahead than needed ---
@@ -348,48 +340,44 @@ ENDING = {
 @pytest.mark.parametrize("name", ENDING)
 @pytest.mark.parametrize("as_scheduler", [True, False])
 def test_a_schedule_may_end_with_the_training(name: str, as_scheduler: bool) -> None:
-    model = nn.Linear(2, 2)
-    optimizer, schedule = sgd(model), ENDING[name]
-    step = made(optimizer, model, hs.per_step(TORCH.LambdaLR(optimizer, schedule)) if as_scheduler else schedule)
+    schedule = ENDING[name]
+    _, step = make_one(lambda o: hs.per_step(TORCH.LambdaLR(o, schedule)) if as_scheduler else schedule)
     expected = [float(schedule(k)) for k in range(20)]
-    assert stepped(step, model, 20) == pytest.approx(expected)
+    assert stepped(step, 20) == pytest.approx(expected)
     with pytest.raises(ConfigError, match="no learning rate for step 20"):
-        stepped(step, model)
+        stepped(step)
 
 
 def test_skipped_steps_do_not_count_towards_the_end_of_a_schedule() -> None:
-    model = nn.Linear(2, 2)
-    step = made(sgd(model), model, [1.0, 0.5].__getitem__)
+    _, step = make_one(lambda _: [1.0, 0.5].__getitem__)
     bad = X * float("nan")
-    rates = [step(lambda x: model(x).mean(), [x]).lr for x in (bad, X, bad, X)]
+    rates = [step(lambda x: step.model(x).mean(), [x]).lr for x in (bad, X, bad, X)]
     assert rates == [1.0, 1.0, 0.5, 0.5]
     with pytest.raises(ConfigError, match="step 2"):
-        stepped(step, model)
+        stepped(step)
 
 
 def test_a_group_whose_rate_is_zero_follows_its_scheduler() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model, 0.0)
-    assert stepped(made(optimizer, model, TORCH.LambdaLR(optimizer, lambda k: 1.0)), model, 2) == [0.0, 0.0]
+    _, step = make_one(lambda optimizer: TORCH.LambdaLR(optimizer, lambda k: 1.0), 0.0)
+    assert stepped(step, 2) == [0.0, 0.0]
 
 
 def test_a_schedule_is_asked_for_few_steps_ahead() -> None:
-    model, asked = nn.Linear(2, 2), []
+    asked: list[int] = []
 
     def schedule(k: int) -> float:
         asked.append(k)
         return 1.0
 
-    stepped(made(sgd(model), model, schedule), model, 2)
+    stepped(make_one(lambda _: schedule)[1], 2)
     assert max(asked) < 300
 
 
 def test_a_run_longer_than_the_table_follows_its_schedule_on() -> None:
-    model = nn.Linear(2, 2)
-    step = made(sgd(model), model, lambda k: 1 / (1 + k))
+    _, step = make_one(lambda _: lambda k: 1 / (1 + k))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert stepped(step, model, 260)[-1] == pytest.approx(1 / 260)
+        assert stepped(step, 260)[-1] == pytest.approx(1 / 260)
 
 
 # --- the same bits as a scheduler stepped by hand ---

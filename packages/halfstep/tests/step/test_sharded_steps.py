@@ -102,6 +102,15 @@ def train(net: nn.Module, step: hs.Step, windows: list[list[Tensor]]) -> dict[st
     }
 
 
+def train_sharded(
+    windows: list[list[Tensor]], name: str = "fused AdamW", mesh: Any = None, **more: Any
+) -> dict[str, Any]:
+    net = make_net(True, mesh, only_blocks=more.pop("only_blocks", False))
+    found = train(net, make_step(net, name, **more), windows)
+    assert net.head.weight is net.embed.weight
+    return found
+
+
 def train_alone(optimizer: str = "fused AdamW", **more: Any) -> dict[str, Any]:
     net = make_net(False)
     return train(net, make_step(net, optimizer, **more), [[batch] for batch in ROWS])
@@ -231,26 +240,15 @@ def start(rank: int, size: int, port: int) -> None:
 
 def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     start(rank, size, port)
-    rows = rows_of(rank, size)
-    found: dict[str, Any] = {}
-    for name in OPTIMIZERS:
-        net = make_net(True)
-        found[name] = train(net, make_step(net, name), rows)
-        assert net.head.weight is net.embed.weight
-    net = make_net(True)
-    found["again"] = train(net, make_step(net), rows)
-    net = make_net(True)
-    found["accumulated"] = train(net, make_step(net, accumulate=2), rows_of(rank, size, 2))
-    net = make_net(True)
-    step = make_step(net, accumulate=2, shard_reduce="last")
-    found["reduced last"] = train(net, step, rows_of(rank, size, 2))
-    net = make_net(True, only_blocks=True)
-    found["only blocks"] = train(net, make_step(net), rows)
+    rows, halves = rows_of(rank, size), rows_of(rank, size, 2)
+    found: dict[str, Any] = {name: train_sharded(rows, name) for name in OPTIMIZERS}
+    found["again"] = train_sharded(rows)
+    found["accumulated"] = train_sharded(halves, accumulate=2)
+    found["reduced last"] = train_sharded(halves, accumulate=2, shard_reduce="last")
+    found["only blocks"] = train_sharded(rows, only_blocks=True)
     for precision in ("bf16", "fp16"):
-        net = make_net(True)
-        found[precision] = train(net, make_step(net, precision=hs.Precision(precision, simulate=True)), rows)
-    net = make_net(True)
-    found["low memory"] = train(net, make_step(net, memory="low"), rows)
+        found[precision] = train_sharded(rows, precision=hs.Precision(precision, simulate=True))
+    found["low memory"] = train_sharded(rows, memory="low")
     for name in ("fused AdamW", "AdamW", "AdamW8bit"):
         found[f"dropped {name}"] = drop_one(rank, optimizer=name)
     found["overflow"] = drop_one(rank, precision=hs.Precision("fp16", simulate=True))
@@ -267,11 +265,9 @@ def scenario_of_four(rank: int, size: int, port: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {}
     for name, over in {"shards": None, "replicas of shards": mesh}.items():
-        net = make_net(True, over)
-        found[name] = train(net, make_step(net), rows)
+        found[name] = train_sharded(rows, mesh=over)
         found[f"dropped by {name}"] = drop_one(rank, over)
-    net = make_net(True, mesh, only_blocks=True)
-    found["only blocks"] = train(net, make_step(net), rows)
+    found["only blocks"] = train_sharded(rows, mesh=mesh, only_blocks=True)
     return found
 
 

@@ -13,28 +13,16 @@ NAME = "environment"
 
 def read(environment: Mapping[str, str]) -> Source:
     """Return what the variables of this environment say."""
-    nodes = {key: make_node(text) for key, text in environment.items()}
-    draft = Draft(Node(value=nodes, path=NAME, start=(0, 0), end=(0, 0)), "environment")
-    read_accelerate(draft)
-    read_tf32(draft)
-    return draft.freeze()
-
-
-def make_node(text: str) -> Node:
-    return Node(value=text, path=NAME, start=(0, 0), end=(0, 0))
-
-
-def read_accelerate(draft: Draft) -> None:
+    nothing = (0, 0)
+    nodes = {key: Node(value=text, path=NAME, start=nothing, end=nothing) for key, text in environment.items()}
+    draft = Draft(Node(value=nodes, path=NAME, start=nothing, end=nothing), NAME)
     key = "ACCELERATE_MIXED_PRECISION"
     draft.read_word(key, ACCELERATE_WORDS, "accelerate", str(draft.root.scalar_at(key)).lower())
     draft.say_number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-
-
-def read_tf32(draft: Draft) -> None:
-    override = draft.root.scalar_at("NVIDIA_TF32_OVERRIDE")
-    if override == "0":
+    if draft.root.scalar_at("NVIDIA_TF32_OVERRIDE") == "0":
         draft.say("tf32", "off", "NVIDIA_TF32_OVERRIDE")
         message = "NVIDIA_TF32_OVERRIDE=0 switches TF32 off in every NVIDIA library, whatever the code asks for"
         draft.find("tf32-off", message, "NVIDIA_TF32_OVERRIDE", fix="unset it, unless strict fp32 is what you want")
     elif draft.root.scalar_at("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
         draft.say("tf32", "on", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+    return draft.freeze()

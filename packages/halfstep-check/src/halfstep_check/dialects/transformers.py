@@ -61,7 +61,7 @@ def read_arguments(draft: Draft, prefix: str) -> None:
 def read_optimizer(draft: Draft, key: str) -> None:
     """State how the optimizer stores its state; unknown names state nothing."""
     word = str(draft.root.scalar_at(key) or "")
-    if HF_OPTIMIZERS.get(word):
+    if word in HF_OPTIMIZERS:
         draft.say("optimizer state", HF_OPTIMIZERS[word], key)
     elif word == "adamw_hf":
         message = "adamw_hf: transformers 5 removed it together with its own AdamW"

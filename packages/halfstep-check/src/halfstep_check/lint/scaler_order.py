@@ -281,16 +281,11 @@ EMA_METHODS = ("update", "step", "update_parameters", "update_ema")
 def find_ignored_skips(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         scalers = {e.scaled_by for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)}
-        if not scalers or handles_skips(trace) or uses_only_bf16(amp):
+        if not scalers or handles_skips(trace) or amp.certainly_bf16:
             continue
         steps = [e for e in trace.events for scaler in scalers if is_scaler_step(e, scaler)]
         for step in steps[:1]:
             yield from find_blind_followers(amp, trace, step, scalers)
-
-
-def uses_only_bf16(amp: Amp) -> bool:
-    """Return whether all regions are bf16, where nothing is skipped; scaler-with-bf16 covers that."""
-    return bool(amp.regions) and all(region.dtype == "bf16" for region in amp.regions)
 
 
 def handles_skips(trace: Trace) -> bool:
