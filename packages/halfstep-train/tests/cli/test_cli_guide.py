@@ -99,7 +99,7 @@ def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> N
     answers = {
         "task": "segmentation",
         "data": str(folder),
-        "goal": "low memory",
+        "goal": "lowmem",
         "pick": "stable",
         "file": "my run.yaml",
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halfstep.errors import ConfigError
 from halfstep_train.use.equivalence import (
     LEVEL,
     SEEDS,
@@ -74,8 +73,6 @@ def test_few_seeds_and_broken_metrics_show_nothing() -> None:
     stuck = judge_rows([0.5] * 5, {"row": [0.5] * 5, "other": [0.5, 0.51, 0.5, 0.49, 0.5]}, 0.1)
     assert (stuck["row"].word, stuck["other"].word) == ("not shown", "same")
     assert "0.5 in every run" in stuck["row"].why
-    with pytest.raises(ConfigError, match="4 runs cannot be paired with 5"):
-        judge_rows([0.0] * 5, {"row": [0.0] * 4}, 1.0)
 
 
 def test_margins_are_half_a_point_or_one_percent_of_a_loss() -> None:

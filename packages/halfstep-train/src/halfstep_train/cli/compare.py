@@ -29,7 +29,7 @@ from halfstep_train.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from halfstep_train.use.compare import CompareRequest, Comparison
+    from halfstep_train.use.compare import Comparison
 
 FREE = ("budget", "at_once", "price", "as_json")
 """Options that may change with --resume, because they do not change what is compared."""
@@ -91,15 +91,21 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
-    refuse_bad_call(context)
-    from halfstep_train.use.compare import create_comparison
-
     # Not part of what is compared, so --resume may change them.
     how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once, "price": price}
     if resume is not None:
         folder, comparison = resume, _reopen(resume, context, how)
     else:
-        folder, comparison = create_comparison(_build_request(context, how), out)
+        target, overrides, named_rows = _read_rows(context)
+        _refuse_bad_call(context, target, overrides, named_rows)
+        from halfstep_train.use.compare import CompareRequest, create_comparison
+        from halfstep_train.use.compare_run import ComparedRow
+
+        compared = tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in named_rows)
+        request = CompareRequest(
+            target=target, overrides=tuple(overrides), rows=compared, seeds=seeds, margin=margin, best=best, **how
+        )
+        folder, comparison = create_comparison(request, out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
     # A verdict that is still open counts as a failure: "same" must be shown, not assumed.
@@ -107,19 +113,13 @@ def command(
         raise typer.Exit(1)
 
 
-def refuse_bad_call(context: typer.Context) -> None:
+def _refuse_bad_call(context: typer.Context, target: str, overrides: list[str], rows: list[Row]) -> None:
     """Raise for an unknown target, missing data, bad rows and folders that cannot be used, before torch is imported."""
-    from halfstep_train.run.folder import RunFolder, refuse_missing_paths, refuse_no_comparison
+    from halfstep_train.run.folder import RunFolder, refuse_missing_paths
     from halfstep_train.use.equivalence import refuse_bad_rows
     from halfstep_train.workloads import load
 
     given = context.params
-    if given["budget"]:
-        parse_budget(given["budget"])
-    if given["resume"] is not None:
-        refuse_no_comparison(given["resume"])
-        return
-    target, overrides, rows = _read_rows(context)
     refuse_bad_rows([name for name, _ in rows], given["seeds"], given["margin"])
     load(target, overrides=_split_arguments(given["arguments"])[1])  # refuses two that disagree; a row's replace them
     for _, settings in rows:
@@ -127,23 +127,6 @@ def refuse_bad_call(context: typer.Context) -> None:
         refuse_missing_paths(load(target, overrides=list(last.values())).config)
     if given["out"] is not None:
         RunFolder.refuse_unusable(given["out"])
-
-
-def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
-    from halfstep_train.use.compare import CompareRequest
-    from halfstep_train.use.compare_run import ComparedRow
-
-    given = context.params
-    target, overrides, rows = _read_rows(context)
-    return CompareRequest(
-        target=target,
-        overrides=tuple(overrides),
-        rows=tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in rows),
-        seeds=given["seeds"],
-        margin=given["margin"],
-        best=given["best"],
-        **how,
-    )
 
 
 def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
@@ -162,6 +145,9 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
+    from halfstep_train.run.folder import refuse_no_comparison
+
+    refuse_no_comparison(folder)  # before torch is imported
     from halfstep_train.use.compare import open_comparison, refuse_incomparable_runs
 
     flags, names = map_flags(context), read_given(context)
