@@ -20,7 +20,8 @@ SIDE = 16
 SIZES = {"width": 8, "multipliers": [1, 2], "num_blocks": 1, "latent_channels": 2}
 SHARED: dict[str, Any] = {
     "data.image_size": SIDE, "data.num_workers": 0, "train.batch_size": 4, "train.report_every": 1, "device": "cpu",
-    "log.quiet": True, "train.fast": "off", "train.epochs": 1000, "train.validate_every": 1000,
+    "precision.default": "fp32", "log.quiet": True, "train.fast": "off", "train.epochs": 1000,
+    "train.validate_every": 1000,
     **{f"model.first_stage.{name}": value for name, value in SIZES.items()},
 }  # fmt: skip
 VAE: dict[str, Any] = {**SHARED, "model.discriminator.enabled": False, "optimizer.lr": 3e-3}

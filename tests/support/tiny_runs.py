@@ -28,7 +28,7 @@ UNET: dict[str, object] = {
     "ema.enabled": True,
 }
 RESNET: dict[str, object] = {"train.max_steps": 4, "data.image_size": 32}
-ALWAYS: dict[str, object] = {"device": "cpu", "data.num_workers": 0, "log.quiet": True}
+ALWAYS: dict[str, object] = {"device": "cpu", "precision.default": "fp32", "data.num_workers": 0, "log.quiet": True}
 
 
 def unet_run(out: Path, more: Mapping[str, object] | None = None) -> Path:

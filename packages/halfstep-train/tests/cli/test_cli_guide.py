@@ -88,7 +88,7 @@ def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains_besid
     code, shown, _ = run_command(capsys, *commands_in(text), "--show-config", "--json")
     settings = json.loads(shown)["settings"]
     assert code == 0
-    assert settings["precision.default"]["value"] == "fp32"
+    assert settings["precision.default"]["value"] in ("fp32", "bf16"), "what this CPU multiplies fastest"
     assert settings["device"]["value"] == "cpu"
     assert "resnet18-fast-2.yaml" in json.dumps(settings["train.batch_size"])
 

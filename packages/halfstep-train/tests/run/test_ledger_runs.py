@@ -15,7 +15,13 @@ from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 
-TINY = {"train.max_steps": 3, "train.batch_size": 8, "device": "cpu", "log.quiet": True}
+TINY = {
+    "train.max_steps": 3,
+    "train.batch_size": 8,
+    "device": "cpu",
+    "precision.default": "fp32",  # auto would be bf16 on CPUs that multiply faster in it
+    "log.quiet": True,
+}
 
 
 def run(out: Path, workload: str = "tiny_workload:build", **more: Any) -> Path:
