@@ -139,7 +139,6 @@ def test_a_disagreement_in_a_file_names_file_key_and_line(tmp_path: Path) -> Non
     path.write_text("workload: unet\nprecision: fp16\ntrainer:\n  amp: True\n  fp16: False\n")
     with pytest.raises(ConfigError) as caught:
         load(str(path))
-    assert "same config" in caught.value.why
     assert f"`precision: fp16` ({path}:2) and `trainer.fp16: False` ({path}:5) disagree" in str(caught.value)
 
 

@@ -19,10 +19,6 @@ def test_scalars_keep_their_text_and_every_key_its_line() -> None:
     assert document.lines == {("train",): 1, ("train", "epochs"): 2, ("train", "lr"): 4, ("name",): 5}
 
 
-def test_an_empty_file_says_nothing() -> None:
-    assert parse_yaml("# only a comment\n", "a.yaml").values == {}
-
-
 def test_a_duplicate_key_is_refused_with_both_lines() -> None:
     with pytest.raises(ConfigError, match=r"a\.yaml: train\.lr is set twice, on lines 2 and 4"):
         parse_yaml("train:\n  lr: 1\n  epochs: 2\n  lr: 1\n", "a.yaml")

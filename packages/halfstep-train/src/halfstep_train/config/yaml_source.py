@@ -134,11 +134,7 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
         return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:
         return "close every quote and bracket"
-    if "\\t" in problem:
-        return "indent with spaces, not tabs"
-    if "mapping values are not allowed" in problem:
-        return "quote a value that contains `: `, and check the indentation"
-    return "check the line above as well: a missing colon, quote or bracket is often there"
+    return "check quotes, brackets, colons and indentation (spaces, not tabs) there and on the line above"
 
 
 class Walk:

@@ -110,11 +110,7 @@ class RunFolder:
         write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
 
     def read_settled(self) -> Settled:
-        from halfstep_train.config.keys import leave_out_removed
-
-        settled = Settled(**self._read_sealed(self.path / "settled.json"))
-        before = [{**one, "settings": leave_out_removed(one["settings"])} for one in settled.before]
-        return dataclasses.replace(settled, settings=leave_out_removed(settled.settings), before=before)
+        return Settled(**self._read_sealed(self.path / "settled.json"))
 
     def write_plan(self, plan: Plan) -> None:
         write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
