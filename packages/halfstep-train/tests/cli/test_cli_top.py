@@ -150,7 +150,7 @@ def test_a_live_look_at_a_run_that_is_killed_ends_with_how_to_go_on(
         assert run.stdout.readline() == "held\n"
         killer = threading.Timer(0.5, run.kill)
         killer.start()
-        code, text = look(capsys, str(tmp_path), "--every", "0.1")
+        code, text = look(capsys, str(tmp_path))
         killer.join()
     assert code == 0
     last = text[text.rindex("state") :]

@@ -53,7 +53,6 @@ def test_defaults_count_and_the_folder_is_the_runs_own(run: Path, capsys: pytest
         (("--num", "0"), "it must be at least 1"),
         (("--num",), "--num needs a value"),
         (("--loud=yes",), "--loud takes no value"),
-        (("--num", "2", "--num", "3"), "`--num 2` and `--num 3` disagree"),
         (("--top-k", "3"), "drawing_workload:KIND has no option --top-k 3"),
         (("photo.png",), "photo.png: drawing_workload:KIND takes no input files"),
     ],

@@ -14,14 +14,10 @@ import typer
 from halfstep.disk import make_absolute, write_atomically
 from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
 from halfstep_train.cli.options import (
-    BatchSize,
     DataDir,
     Device,
-    Epochs,
     Json,
-    MaxSteps,
     MaybeArguments,
-    Simulate,
     Strict,
     map_flags,
     option,
@@ -33,9 +29,6 @@ if TYPE_CHECKING:
 
 FREE = ("budget", "at_once", "price", "as_json")
 """Options that may change with --resume, because they do not change what is compared."""
-SETTINGS = {"device": "device", "batch_size": "train.batch_size", "epochs": "train.epochs",
-            "max_steps": "train.max_steps"}  # fmt: skip
-"""Flags that are settings of every row."""
 Row = tuple[str, list[str]]
 """Name and overrides of a row."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -46,9 +39,6 @@ def command(
     arguments: MaybeArguments = None,
     data_dir: DataDir = None,
     device: Device = None,
-    batch_size: BatchSize = None,
-    epochs: Epochs = None,
-    max_steps: MaxSteps = None,
     precisions: Annotated[str, option("One row each; the first is the baseline.", metavar="A,B,...")] = "fp32,bf16",
     rows: Annotated[
         list[str] | None,
@@ -66,9 +56,7 @@ def command(
     budget: Annotated[str | None, option("Stop after this total time: 90s, 30m, 8h.", metavar="30m")] = None,
     price: Annotated[float | None, option("Price of one device hour.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
-    best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
     strict: Strict = None,
-    simulate: Simulate = None,
     out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,
     resume: Annotated[Path | None, option("Continue an interrupted comparison.", metavar="DIR")] = None,
     as_json: Json = False,
@@ -103,7 +91,7 @@ def command(
 
         compared = tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in named_rows)
         request = CompareRequest(
-            target=target, overrides=tuple(overrides), rows=compared, seeds=seeds, margin=margin, best=best, **how
+            target=target, overrides=tuple(overrides), rows=compared, seeds=seeds, margin=margin, **how
         )
         folder, comparison = create_comparison(request, out)
     _run(folder, comparison)
@@ -135,10 +123,10 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
     if {"rows", "precisions"} <= read_given(context).keys():
         raise ConfigError("--rows and --precisions cannot be combined", why="both name rows", fix="keep one of them")
     target, overrides, more_rows = _split_arguments(given["arguments"] or [])
-    flags = {path: given[name] for name, path in SETTINGS.items()}
-    flags["data.dir"] = given["data_dir"] and _make_absolute(given["data_dir"])
+    data_dir = given["data_dir"] and _make_absolute(given["data_dir"])
     # An unset switch stays open: a row's format may then be simulated.
-    flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
+    strict = "true" if given["strict"] else None
+    flags = {"device": given["device"], "data.dir": data_dir, "precision.strict": strict}
     overrides += [f"{key}={value}" for key, value in flags.items() if value is not None]
     return target, overrides, _parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])
 

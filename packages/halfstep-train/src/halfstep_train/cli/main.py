@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
-from halfstep.disk import GONE, normalise_path, redirect_to_null
+from halfstep.disk import GONE, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 from halfstep_train.cli.completion import VARIABLE, read_typed_words
 
@@ -99,7 +99,7 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     for name in names:
         module = importlib.import_module(f"halfstep_train.cli.{name.replace('-', '_')}")
         text = unwrap_paragraphs(module.command.__doc__)
-        kind = RunCommand if name in COMMANDS_ON_RUNS else OnceCommand
+        kind = RunCommand if name in COMMANDS_ON_RUNS else TyperCommand
         app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
 
@@ -147,21 +147,9 @@ def normalise_dashes(argv: Sequence[str]) -> list[str]:
     return dashed + list(argv[stop:])
 
 
-def shorten_paths(argv: Sequence[str]) -> list[str]:
-    """Shorten `data/../d` to `d` in arguments and after `--flag=`; a run makes paths in settings absolute itself."""
-
-    def shorten(argument: str) -> str:
-        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        # Other texts may contain `..` too: a path goes up from a folder that exists.
-        is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
-        return f"{flag}{equals}{normalise_path(value)}" if is_path else argument
-
-    return [shorten(argument) for argument in argv]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
-    arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    arguments = normalise_dashes(sys.argv[1:] if argv is None else argv) or ["--help"]
     # While a shell asks for completions there are no arguments: it passes the typed words in a variable.
     chosen = choose_typed_commands(os.environ) if VARIABLE in os.environ else choose_commands(arguments)
     wrap_standard_streams()
@@ -252,25 +240,19 @@ def show_error(error: HalfstepError) -> None:
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Base class of the parser's errors; typer has no public name for it."""
 
-EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
-"""Replacements for typer's descriptions of a value."""
 
-
-def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
-    """Return the parser's error as a ConfigError with a fix; `arguments` and `context` describe the call."""
-    context = error.ctx or context
+def explain_usage_error(error: Any) -> ConfigError:
+    """Return the parser's error as a ConfigError with a fix."""
+    context = error.ctx
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
-    given = list(find_occurrences(arguments, error.param)) if getattr(error, "param", None) is not None else []
-    if given:
-        return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
-    what = getattr(error, "message", "") or error.format_message()
-    near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
+    # Only the parser's error for an unknown option has possibilities.
+    if context is None or not hasattr(error, "possibilities"):
+        return ConfigError(error.format_message().rstrip("."), fix=help_text)
+    near = [name for name in error.possibilities or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
-    # Only the parser's error for an unknown option has this attribute.
-    if hasattr(error, "possibilities") and context is not None:
-        nearest = _suggest_instead(error.option_name, context.command.params, is_last=not near) or nearest
-    return ConfigError(what.rstrip("."), fix=nearest + help_text)
+    nearest = _suggest_instead(error.option_name, context.command.params, is_last=not near) or nearest
+    return ConfigError(error.message.rstrip("."), fix=nearest + help_text)
 
 
 def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> str:
@@ -301,51 +283,10 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 
-def _format_expectation(message: str) -> str:
-    expected = next((ours for theirs, ours in EXPECTED.items() if theirs in message), "")
-    return f"expected {expected}" if expected else message.replace("Input should be", "it must be")
-
-
-def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
-    """Yield every occurrence of the option, as written."""
-    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
-    names = {*parameter.opts, *parameter.secondary_opts}
-    for index, argument in enumerate(arguments[:stop]):
-        name, equals, _ = argument.partition("=")
-        if name in names:
-            # `--lr 0.1` is two arguments, `--lr=0.1` and `--strict` one.
-            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
-            yield f"{argument} {arguments[index + 1]}" if has_value else argument
-
-
 # --- parsing of commands ---
 
 
-class OnceCommand(TyperCommand):
-    """A command that refuses a flag with two different values, unless the flag may be repeated."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # a shell asks for completions: the line may still be wrong
-            return super().parse_args(ctx, args)
-        for parameter in self.params:
-            if parameter.param_type_name == "option" and not parameter.multiple:
-                refuse_conflict(list(find_occurrences(args, parameter)))
-        arguments = list(args)  # parsing empties the list
-        try:
-            return super().parse_args(ctx, args)
-        except USAGE_ERROR as error:
-            raise explain_usage_error(error, arguments, ctx) from None
-
-
-def refuse_conflict(given: Sequence[str]) -> None:
-    """Raise ConfigError if one flag was given two values."""
-    # The same value twice is harmless.
-    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
-    if len(different) > 1:
-        raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
-
-
-class RunCommand(OnceCommand):
+class RunCommand(TyperCommand):
     """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -370,11 +311,12 @@ class RunCommand(OnceCommand):
         ctx.obj = given
         try:
             return super().parse_args(ctx, rest)
-        except ConfigError as error:
+        except USAGE_ERROR as error:
             # The parser does not know the workload's options, so list them here.
-            if own and "no such option" in error.what.lower():
-                error.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {error.fix}"
-            raise
+            explained = explain_usage_error(error)
+            if own and hasattr(error, "possibilities"):
+                explained.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {explained.fix}"
+            raise explained from None
 
 
 def find_workload(args: Sequence[str], *, trust: bool) -> str:
@@ -400,7 +342,6 @@ def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list
     """Return the arguments without the families' options, and those options by name."""
     rest: list[str] = []
     values: dict[str, Any] = {}
-    given: dict[str, list[str]] = {}
     arguments: Iterator[str] = iter(args)
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -418,8 +359,6 @@ def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list
             elif not equals and (value := next(arguments, "")) == "":
                 raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
             values[option.name] = True if option.type is bool else value
-            given.setdefault(flag, []).append(f"{flag} {value}")
-            refuse_conflict(given[flag])
     return rest, values
 
 

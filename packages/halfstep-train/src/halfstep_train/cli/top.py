@@ -21,7 +21,6 @@ from halfstep_train.report.page.read_run import SAMPLES, RunRecord, describe_pro
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete_run)],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     wants_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
@@ -52,7 +51,7 @@ def command(
     hint = Text("Ctrl-C exits; the run continues", style="dim")
     with Live(Group(table, hint), console=console, auto_refresh=False) as live:
         while not is_over(record):
-            time.sleep(every)
+            time.sleep(EVERY_S)
             record = read_run(run)
             with explain_bad_records(record):
                 table = build_table(record, collect_facts(record))
@@ -62,6 +61,8 @@ def command(
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
+EVERY_S = 1.0
+"""Seconds between updates."""
 RECORDED = ("step", "total_steps", "left_s", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 

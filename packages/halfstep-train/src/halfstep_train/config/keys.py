@@ -170,6 +170,8 @@ def describe_complaint(details: list[ErrorDetails]) -> str:
     """Return what was expected, in pydantic's words; a union such as `auto` or a number gives one detail per member."""
     if details[0]["type"] == "value_error":
         return str(details[0]["ctx"]["error"]).partition("; did you mean ")[0]  # which is the fix
+    if details[0]["type"] == "string_unicode":
+        return "must be a name in UTF-8 (rename the folder, or link to it: ln -s OLD NEW)"
     wanted = dict.fromkeys(
         detail["msg"].removeprefix("Input should be ").partition(", unable")[0] for detail in details
     )

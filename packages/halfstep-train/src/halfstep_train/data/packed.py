@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from halfstep.disk import take_turn
-from halfstep.errors import DataError, format_count
+from halfstep.errors import DataError
 from halfstep_train.data.cache_file import VERIFIED_BYTES, is_cache, open_cache, write_cache
 from halfstep_train.data.files import Array, BadFiles, OnBadFile
 from halfstep_train.data.image_folder import ImageFolder, refuse_lost_classes
@@ -113,12 +113,6 @@ def choose_pack_path(root: Path, size: int) -> Path:
     return root / f".halfstep-{size}.pack"
 
 
-def list_packed_sizes(root: Path) -> list[int]:
-    """Return the sizes of the packs inside the folder."""
-    parts = (path.name.removeprefix(".halfstep-").removesuffix(".pack") for path in root.glob(".halfstep-*.pack"))
-    return sorted(int(part) for part in parts if part.isdecimal())
-
-
 def open_or_pack(
     folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None
 ) -> Pack:
@@ -174,21 +168,6 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     if folder.has_table:  # else the folders' names are the labels
         stored["labels"] = (folder.train.labels, folder.val.labels)
     return compute_fingerprint(folder.root, (folder.train.paths, folder.val.paths), stored)
-
-
-def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
-    """Explain why training on the folder would rebuild a cache with this index; empty if it would not."""
-    if index.fingerprint == fingerprint_folder(folder, settings):
-        return ""
-    now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}
-    gone = len(set(index.names) - now)
-    if gone or len(now) != len(index.names) + len(index.left_out):
-        new = len(now - set(index.names)) - len(index.left_out)
-        return f"the folder changed since it was packed ({format_count(max(new, 0), 'image')} new, {gone:,} gone)"
-    return (
-        "an image changed or moved to another split since it was packed, or the settings differ "
-        "(size, split, on-bad-file)"
-    )
 
 
 def _refuse_foreign_file(path: Path) -> None:
