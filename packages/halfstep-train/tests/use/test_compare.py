@@ -259,7 +259,10 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
         ((MOONS, "--device", "cpu", "--strict", "--precisions", "fp32,fp8"), "strict is on"),
-        ((MOONS, "precision.simulate=true", "--rows", "a: precision=fp32", "b: precision=bf16 train.fast=graph"), "b: a simulated"),
+        (
+            (MOONS, "precision.simulate=true", "--rows", "a: precision=fp32", "b: precision=bf16 train.fast=graph"),
+            "b: a simulated",
+        ),
         ((MOONS, *TWO, "--precisions", "fp32,bf16"), "--rows and --precisions"),
         ((MOONS, "--rows", "amp precision=bf16"), "a name, a colon"),
         ((MOONS, "--rows", "a: precision=fp32", "--rows", "b: train.epoch=1"), "train.epochs"),
