@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,14 +53,6 @@ def test_without_a_workload_it_is_unet_though_a_folder_has_its_name_and_rows_are
     first, again = [line for line in said.err.splitlines() if line.startswith("measuring")]
     assert first == "measuring halfstep eager fp32 (row 1 of 2)"
     assert again == "measuring halfstep eager fp32 again (row 2 of 2)"
-
-
-def test_only_an_ordinary_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = tmp_path / "pipe.json"
-    os.mkfifo(pipe)
-    assert exit_code(*FP32, "--save", str(pipe), "--force") == 2
-    assert "is not an ordinary file" in capsys.readouterr().err
-    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize(("turn", "measured"), [(1, 1), (3, 3)], ids=["second row", "first row again"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from halfstep import __version__
-from halfstep_train.cli.main import COMMANDS, build_app, choose_commands, main, normalise_dashes
+from halfstep_train.cli.main import COMMANDS, build_app, main, normalise_dashes
 from halfstep_train.workloads import KINDS
 
 EVERY_HELP = """
@@ -82,12 +82,6 @@ def test_every_command_explains_itself_with_an_example() -> None:
 )
 def test_dashes_and_underscores_in_flags_are_alike(given: list[str], understood: list[str]) -> None:
     assert normalise_dashes(given) == understood
-
-
-def test_a_command_is_built_alone_and_help_shows_all() -> None:
-    assert choose_commands(["check", "a.yaml"]) == ["check"]
-    assert [command.name for command in build_app(["check"]).registered_commands] == ["check"]
-    assert choose_commands(["--help"]) == choose_commands([]) == choose_commands(["chek"]) == COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -107,13 +107,6 @@ def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
     assert "times as fast as" not in shown({**RECORD, "speedup_bases": {}})
 
 
-def test_a_column_that_nobody_fills_is_left_out() -> None:
-    assert "J/sample" not in shown(RECORD)
-    with_energy = {**RECORD, "rows": [measured("eager", "fp32", 246.6, joules_per_sample=2.333)]}
-    assert "J/sample" in shown(with_energy)
-    assert "2.33" in shown(with_energy)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(246.63, "247"), (25.1, "25.1"), (1.0, "1.00"), (0.09934, "0.0993"), (5526.4, "5526"), (0, "0"), (None, "-")],

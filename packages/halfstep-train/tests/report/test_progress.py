@@ -48,13 +48,6 @@ def test_the_bar_shows_count_rate_fields_and_time_left() -> None:
     assert line.endswith(" 50/150 0:30 left bf16 loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 4.8 GB")
 
 
-def test_at_80_columns_the_least_important_fields_go_first() -> None:
-    line = drawn(bar_at(150, 150, step_s=0.3), 80)
-    assert "\n" not in line
-    assert "150/150 0:00 left bf16 loss 0.234 iou 0.654 3.3 it/s" in line
-    assert "GB" not in line
-
-
 def test_position_and_time_left_of_a_long_run_survive_at_80_columns() -> None:
     clock = HandClock()
     bar = Bar("Epoch 12/100", 1000, whole=lambda: ("step 11,234/100,000", "1 h 10 min left"), clock=clock)
@@ -127,21 +120,6 @@ def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:
             bar.show({"tile": f"{tile + 1}/4"})
             clock.now_s += 20.0
     assert lines[1:-1] == ["Predicting 0/1 tile 3/4"]
-
-
-def test_a_line_written_right_after_the_step_that_compiled_has_no_rate_and_the_next_one_has_the_others() -> None:
-    clock, lines = HandClock(), list[str]()
-    with LineBar("Epoch 1/2 [Train]", 40, write=lines.append, clock=clock) as bar:
-        clock.now_s += 45.2
-        bar.advance({"precision": "fp32"}, begins_pace=True)
-        for _ in range(39):
-            clock.now_s += 1.0
-            bar.advance()
-    assert lines[1:] == [
-        "Epoch 1/2 [Train] 1/40 fp32",
-        "Epoch 1/2 [Train] 31/40 0:09 left fp32 1.0 it/s",
-        "Epoch 1/2 [Train] 40/40 in 1:24 fp32 1.0 it/s",
-    ]
 
 
 PASS_ON_A_TERMINAL = """

@@ -145,15 +145,6 @@ def test_a_row_out_of_memory_is_marked_and_tried_once_and_the_others_go_on(
     assert not list(out.glob("runs/large-[1-4]*")), "another seed takes as much memory"
 
 
-def test_a_baseline_out_of_memory_is_a_row_like_any_other(
-    hungry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (hungry, *SMALL, "train.batch_size=64", *TWO, "--seeds", "5", "--out", str(tmp_path / "c"))
-    code, text, error = run(capsys, *(word for word in words if word != "train.batch_size=32"))
-    assert code == 1
-    assert "out of memory on cpu with batch size 64" in text + error
-
-
 def timed(row: str, seed: int, values: list[float], **more: Any) -> RunOutcome:
     curve = tuple((10 * (k + 1), float(k + 1), value) for k, value in enumerate(values))
     summary = {
