@@ -2,9 +2,8 @@
 
 A closed pipe (`halfstep check x.py | head -1`) changes neither what a command does nor its exit code.
 
-`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. The parser knows only
-the common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the
-help text. This needs no torch: the run's config file names the workload.
+`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. This needs no torch:
+the run's config file names the workload.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from halfstep.disk import GONE, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 from halfstep_train.cli.completion import VARIABLE, read_typed_words
+from halfstep_train.cli.options import option
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -87,7 +86,7 @@ COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
 
 
-def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def build_app(names: Iterable[str] = COMMANDS, argv: Sequence[str] = ()) -> typer.Typer:
     """Build the command line with these commands; import only their modules."""
     app = typer.Typer(
         name="halfstep",
@@ -99,8 +98,10 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     for name in names:
         module = importlib.import_module(f"halfstep_train.cli.{name.replace('-', '_')}")
         text = unwrap_paragraphs(module.command.__doc__)
-        kind = RunCommand if name in COMMANDS_ON_RUNS else TyperCommand
-        app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        command = module.command
+        if name in COMMANDS_ON_RUNS:
+            command = add_workload_options(name, command, argv)
+        app.command(name, help=text, context_settings=getattr(module, "CONTEXT", None))(command)
     return app
 
 
@@ -155,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.
-        sys.exit(build_app(chosen)(arguments, prog_name="halfstep", standalone_mode=False) or 0)
+        sys.exit(build_app(chosen, arguments)(arguments, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_once(explain_usage_error(error))
         sys.exit(2)
@@ -283,40 +284,48 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 
-# --- parsing of commands ---
+# --- options of a run's workload ---
 
 
-class RunCommand(TyperCommand):
-    """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
+def add_workload_options(name: str, command: Callable[..., None], argv: Sequence[str]) -> Callable[..., None]:
+    """Add the options of the run's workload to `evaluate` or `predict`, which finds them by name in `context.obj`.
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remove and check the options of the run's workload, then parse the rest."""
-        if ctx.resilient_parsing:
-            return super().parse_args(ctx, args)
-        from halfstep_train.workloads import KINDS
+    The command refuses options of other families by their name, so the parser knows these, too.
+    """
+    from halfstep_train.workloads import KINDS
 
-        command = str(self.name)  # evaluate or predict
-        workload = find_workload(args, trust="--trust" in args)
-        own = find_options(KINDS.of(workload), command) if workload else ()
-        families = list(KINDS.list_translators())
-        # Recognise the options of all families: the command refuses foreign ones and lists this workload's options.
-        known = {option.flag: option for kind in families for option in find_options(kind, command)}
-        known |= {option.flag: option for option in own}
-        if workload or not {"-h", "--help"} & set(args):
-            self.help = f"{self.help}\n\n{format_options(own, f'Options of {workload}')}" if own else self.help
-        else:
-            texts = [format_options(find_options(kind, command), f"Options of {kind.task}") for kind in families]
-            self.help = "\n\n".join(filter(None, [self.help, *texts]))
-        rest, given = extract_options(args, known)
-        ctx.obj = given
-        try:
-            return super().parse_args(ctx, rest)
-        except USAGE_ERROR as error:
-            # The parser does not know the workload's options, so list them here.
-            explained = explain_usage_error(error)
-            if own and hasattr(error, "possibilities"):
-                explained.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {explained.fix}"
-            raise explained from None
+    workload = find_workload(argv, trust="--trust" in argv)
+    own = find_options(KINDS.of(workload), name) if workload else ()
+    panels = {one.name: (one, kind.task) for kind in KINDS.list_translators() for one in find_options(kind, name)}
+    panels |= {one.name: (one, workload) for one in own}
+
+    def call(context: typer.Context, **given: Any) -> None:
+        values = {key: given.pop(f"option_{key}") for key in panels}
+        context.obj = {key: value for key, value in values.items() if value is not None}
+        command(context, **given)
+
+    signature = inspect.signature(command, eval_str=True)
+    more = [
+        inspect.Parameter(
+            f"option_{key}",  # `--class` would be no name of a parameter
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                bool | None if one.type is bool else str | None,
+                option(
+                    one.help + (f" (default {one.default})" if one.default else ""),
+                    one.flag,
+                    panel=f"Options of {title}",
+                    hidden=bool(workload) and one not in own,
+                    metavar=None if one.type is bool else one.type.__name__.upper(),
+                ),
+            ],
+        )
+        for key, (one, title) in panels.items()
+    ]
+    call.__doc__ = command.__doc__
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
+    return call
 
 
 def find_workload(args: Sequence[str], *, trust: bool) -> str:
@@ -338,41 +347,6 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
     return ""
 
 
-def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments without the families' options, and those options by name."""
-    rest: list[str] = []
-    values: dict[str, Any] = {}
-    arguments: Iterator[str] = iter(args)
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        option = known.get(flag)
-        if argument == "--":
-            rest += [argument, *arguments]
-        elif option is None:
-            rest.append(argument)
-        else:
-            if option.type is bool:
-                if equals:
-                    raise ConfigError(f"{argument}: {flag} takes no value", fix=flag)
-                value = "yes"
-            # Takes the next argument as the value.
-            elif not equals and (value := next(arguments, "")) == "":
-                raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
-            values[option.name] = True if option.type is bool else value
-    return rest, values
-
-
 def find_options(kind: Kind, command: str) -> tuple[Option, ...]:
     declared = kind.evaluate if command == "evaluate" else kind.predict
     return declared.options if declared else ()
-
-
-def format_options(options: Sequence[Option], title: str) -> str:
-    """Format options for the help text, one paragraph each."""
-    return "\n\n".join([f"{title}:", *(format_option(option) for option in options)]) if options else ""
-
-
-def format_option(option: Option) -> str:
-    value = "" if option.type is bool else f" {option.type.__name__.upper()}"
-    default = "" if option.default in (None, False, "") else f" (default {option.default})"
-    return f"    {option.flag}{value}  {option.help}{default}"
