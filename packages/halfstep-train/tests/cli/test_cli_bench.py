@@ -165,7 +165,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate\n"),
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
-        (("unet", "--batch-size", "0"), "--batch-size 0: it must be greater than or equal to 1"),
+        (("unet", "--batch-size", "0"), "Invalid value for '--batch-size'"),
         (("",), "the workload is ''"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "train.fast=off"), "fix: --modes eager"),

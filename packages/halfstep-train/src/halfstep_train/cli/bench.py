@@ -24,7 +24,7 @@ from halfstep_train.workloads import DEMO_WORKLOAD, KINDS
 if TYPE_CHECKING:
     from halfstep.hardware.device_facts import Hardware
     from halfstep_train.bench.bench import BenchRequest
-    from halfstep_train.bench.problem import Problem, StatedRow
+    from halfstep_train.bench.problem import Problem
 
 
 WHAT, OUTPUT = "What is measured", "Output"
@@ -179,14 +179,14 @@ def prepare_request(
 
 
 def choose_values(
-    option: str, asked: tuple[str, ...], stated: Mapping[str, StatedRow], unasked: tuple[str, ...]
+    option: str, asked: tuple[str, ...], stated: Mapping[str, tuple[str, str]], unasked: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the values of the option, else those of the config (with a notice), else the default."""
     if asked or option not in stated:
         return asked or unasked
-    row = stated[option]
-    typer.secho(f"measuring only {row.value}, as set in {row.where}; {option} selects others", fg="yellow", err=True)
-    return (row.value,)
+    value, where = stated[option]
+    typer.secho(f"measuring only {value}, as set in {where}; {option} selects others", fg="yellow", err=True)
+    return (value,)
 
 
 def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:

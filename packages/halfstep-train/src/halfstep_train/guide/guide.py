@@ -253,7 +253,7 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = [file]
-    file.write_text(chosen.to_yaml())
+    file.write_text(chosen.to_yaml(), encoding="utf-8")
     if data is not None:
         files.append(find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png"))
         shutil.copyfile(_get_grid_path(scratch), files[-1])
