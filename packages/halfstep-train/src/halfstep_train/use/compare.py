@@ -224,8 +224,8 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
         total = len(request.rows) * request.seeds
         rows, seeds = format_count(len(request.rows), "row"), format_count(request.seeds, "seed")
         say(f"{rows} x {seeds}: {total} runs; {_describe_left(comparison, 0, 0.0)}")
-        for row, missing in comparison.simulated.items():
-            say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
+        for name, missing in comparison.simulated.items():
+            say(f"warning: {name} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
         named = choose_folder_names(request.rows)
         jobs = [(row, seed, folder / "runs" / f"{name}-{seed}")
                 for seed in range(request.seeds) for name, row in named.items()]  # fmt: skip
