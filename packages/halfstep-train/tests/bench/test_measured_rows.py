@@ -28,7 +28,6 @@ from halfstep_train.bench.bench import (
 from halfstep_train.bench.isolate import CacheWatch, isolate_row
 from halfstep_train.bench.measure_row import Row, Schedule, describe_failure, measure_row
 from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config
-from halfstep_train.run.assemble import decide_plan
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)
@@ -193,15 +192,6 @@ def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() 
     assert isinstance(found["fp32"], HalfstepRunner)
     assert isinstance(found["bf16"], HalfstepRunner)
     assert (found["fp32"].simulated, found["bf16"].simulated) == (False, True)
-
-
-def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem) -> None:
-    slow = Measurement(op="matmul", format="bf16", tflops=0.1, error=0.0, speedup=0.1)
-    hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"}, measurements=(slow,))
-    [runner] = list_runners(problem, BenchRequest(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
-    assert isinstance(runner, HalfstepRunner)
-    assert not runner.simulated
-    assert decide_plan(runner.config, runner.build_workload(), runner.hardware).granted == "bf16"
 
 
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:

@@ -248,6 +248,7 @@ def terminal(*argv: str) -> Iterator[Terminal]:
             os.close(handle)
 
 
+@pytest.mark.slow
 def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture) -> None:
     with terminal(*QUICK) as person:
         person.expect("What do you want to train?")

@@ -64,6 +64,7 @@ def test_mistakes_are_explained(
     assert message in error
 
 
+@pytest.mark.slow
 def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, vae, config = pictures(tmp_path / "data", num=6), vae_folder(tmp_path / "vae"), tmp_path / "latent.yaml"
     capsys.readouterr()

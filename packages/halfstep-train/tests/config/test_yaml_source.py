@@ -49,7 +49,7 @@ def test_broken_yaml_is_an_error_that_says_where(text: str, says: str) -> None:
 
 
 def test_deep_nesting_and_aliases_are_refused() -> None:
-    for text in ("a: " + "[" * 60 + "]" * 60, "[" * 100_000):
+    for text in ("a: " + "[" * 60 + "]" * 60, "[" * 5_000):
         with pytest.raises(ConfigError, match="too deeply"):
             parse_yaml(text, "a.yaml")
     for text in ("a: &x [1, 2]\nb: *x\n", "a: &x {k: 1}\nb:\n  <<: *x\n", "a: &x\n  b: *x\n"):

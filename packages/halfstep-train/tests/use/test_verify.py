@@ -82,6 +82,7 @@ def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.Capt
     assert "step 4" in lines[FIVE[3]]["observed"]
 
 
+@pytest.mark.slow
 def test_rates_of_a_resumed_run_follow_the_schedule_of_their_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
