@@ -17,8 +17,8 @@ from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
 from halfstep_train.config.section import NULLS, Plain, Section
 from halfstep_train.config.statements import OPEN_SECTIONS, Statement, find_open_section
 
-SIMILAR = 0.5
-"""Similarity of last names (difflib) from which a setting is worth suggesting."""
+SIMILAR = 0.6
+"""Similarity of last names (difflib) from which a setting is worth suggesting; that of an abbreviation is 1."""
 
 
 @functools.cache
@@ -95,6 +95,8 @@ def get_last_name(path: str) -> str:
 
 
 def _compare(one: str, other: str) -> float:
+    if len(one) > 2 and other.startswith(one):  # `rotat` for `rotate_degrees`
+        return 1.0
     return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
