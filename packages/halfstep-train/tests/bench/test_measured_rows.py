@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import signal
 import threading
@@ -24,14 +23,11 @@ from halfstep_train.bench.bench import (
     BenchRequest,
     HalfstepRunner,
     bench,
-    check_losses,
-    find_loss_reference,
     list_runners,
 )
 from halfstep_train.bench.isolate import CacheWatch, isolate_row
 from halfstep_train.bench.measure_row import Row, Schedule, describe_failure, measure_row
 from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config
-from halfstep_train.run.assemble import decide_plan
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)
@@ -198,23 +194,6 @@ def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() 
     assert (found["fp32"].simulated, found["bf16"].simulated) == (False, True)
 
 
-def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None:
-    problem = build_problem(load_bench_config("unet", TINY, {"batch_size": 2, "strict": True}, small=True), CPU)
-    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT, repeat_first=False)
-    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
-    assert not row.is_measured
-    assert row.reason.startswith("tf32 asked for, but ")
-
-
-def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem) -> None:
-    slow = Measurement(op="matmul", format="bf16", tflops=0.1, error=0.0, speedup=0.1)
-    hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"}, measurements=(slow,))
-    [runner] = list_runners(problem, BenchRequest(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
-    assert isinstance(runner, HalfstepRunner)
-    assert not runner.simulated
-    assert decide_plan(runner.config, runner.build_workload(), runner.hardware).granted == "bf16"
-
-
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:
     request = BenchRequest(precisions=("tf32",), modes=("eager", "compile"), schedule=SHORT)
     _, compiled = list_runners(problem, request, probe("cpu"))
@@ -250,12 +229,6 @@ def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> N
     assert row.floor_share == pytest.approx(2.0 / row.ms)
 
 
-def test_rows_after_the_deadline_are_not_started(problem: Problem) -> None:
-    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT, deadline=time.monotonic() - 1)
-    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
-    assert "time" in row.reason
-
-
 def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
     against = ("plain:graphs",)
     request = BenchRequest(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT, repeat_first=False)
@@ -263,14 +236,6 @@ def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> 
     assert ours.is_measured
     assert (peer.label, peer.is_measured) == ("plain graphs fp8", False)
     assert "fp8" in peer.reason
-
-
-def test_a_loss_that_is_not_a_number_is_stored_as_nothing_and_warned_of(problem: Problem) -> None:
-    good = measure_row(Somebody(each_step=lambda: None), problem, SHORT)
-    bad = dataclasses.replace(good, variant="broken", loss=math.nan)
-    assert bad.to_dict()["loss"] is None
-    [warning] = check_losses([good, bad], find_loss_reference([good, bad]))
-    assert "broken" in warning
 
 
 @pytest.mark.slow
@@ -302,3 +267,11 @@ def test_rows_begin_without_kernels_of_our_own_that_were_loaded_before(monkeypat
 def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="too small"):
         build_problem(load_bench_config("unet", ["model.depth=5"], {"image_size": 16}, small=True), CPU)
+
+
+def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None:
+    problem = build_problem(load_bench_config("unet", TINY, {"batch_size": 2, "strict": True}, small=True), CPU)
+    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert not row.is_measured
+    assert row.reason.startswith("tf32 asked for, but ")

@@ -7,14 +7,12 @@ import torch
 
 from halfstep_train.bench.problem import (
     Problem,
-    RandomSamples,
     build_problem,
     build_random_workload,
     count_step_flops,
     load_bench_config,
 )
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.tune.trials import load_first_batch
 
 CPU = torch.device("cpu")
 SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "vit_s_16": ("data.image_size=48",)}
@@ -54,24 +52,6 @@ def test_peers_see_the_numbers_that_halfstep_sees_in_a_contiguous_layout(workloa
     image = problem.prepare(problem.host_batch)["image"]
     torch.testing.assert_close(image, expected, rtol=0, atol=0)
     assert image.is_contiguous()
-
-
-def test_the_samples_are_the_rows_of_the_batch() -> None:
-    problem = small_problem("unet")
-    samples = RandomSamples(problem.host_batch)
-    row = samples.sample(3, key=(0, 0, 3))
-    assert torch.equal(row["mask"], problem.host_batch["mask"][1])
-    assert len(samples) % 2 == 0
-
-
-@pytest.mark.parametrize("workload", SMALL)
-def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
-    problem = small_problem(workload)
-    own = build_random_workload(problem.config)
-    found = load_first_batch(problem.config.train, own)
-    assert {name: part.shape for name, part in found.items()} == {
-        name: part.shape for name, part in problem.host_batch.items()
-    }
 
 
 @pytest.mark.parametrize("workload", SMALL)

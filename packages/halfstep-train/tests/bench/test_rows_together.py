@@ -18,7 +18,7 @@ from halfstep_train.bench.bench import (
     find_loss_reference,
 )
 from halfstep_train.bench.measure_row import Row
-from halfstep_train.bench.record import format_command_line, summarise_results
+from halfstep_train.bench.record import summarise_results
 from halfstep_train.cli.options import refuse_to_overwrite
 
 
@@ -44,11 +44,6 @@ def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
     assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
     assert summarise_results(found)["speedup_bases"] == found.bases
     assert conclude(rows[1:2], flops=1, hardware=look_up_gpu("h200")).bases == {}
-
-
-def test_without_a_baseline_there_is_no_speedup() -> None:
-    [only] = add_speedups([row("graph", "bf16", 10.0)])
-    assert (only.speedup_fp32, only.speedup_tf32) == (None, None)
 
 
 def test_a_loss_far_from_eager_fp32_is_warned_of_and_a_near_one_is_not() -> None:
@@ -86,17 +81,3 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: s
     with pytest.raises(ConfigError) as refused:
         refuse_to_overwrite({"--save": tmp_path / name}, force=True)
     assert (refused.value.why, refused.value.fix) == (why.format(tmp_path), fix.format(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["bench", "unet", "--save", "/home/ann/results/a b.json"], "halfstep bench unet --save 'a b.json'"),
-        (["bench", "unet", "--save=../old/b.json", "train.memory=low"],
-         "halfstep bench unet --save=b.json train.memory=low"),
-        (["bench", "unet", "data.dir=/data/x"], "halfstep bench unet data.dir=/data/x"),
-    ],
-    ids=["a path", "a path behind =", "a setting that the result depends on"],
-)  # fmt: skip
-def test_a_stored_command_names_its_files_and_not_where_they_lay(words: list[str], shown: str) -> None:
-    assert format_command_line(words) == shown

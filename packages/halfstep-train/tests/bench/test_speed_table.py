@@ -122,17 +122,6 @@ def test_the_speed_script_says_what_it_takes_and_refuses_the_rest(
     assert message in capsys.readouterr().err
 
 
-def test_every_row_of_a_case_has_a_request_of_its_own() -> None:
-    from speed_cases import CASES, row_requests
-
-    requests = row_requests(CASES["resnet50_64"], ("auto", "graph"))
-    ours = ["halfstep auto", "halfstep graph"]
-    peers = ["plain tuned", "plain graphs", "lightning documented", "lightning tuned", "accelerate documented"]
-    assert list(requests) == [*ours, *peers]
-    assert (requests["halfstep graph"].modes, requests["halfstep graph"].against) == (("graph",), ())
-    assert (requests["plain tuned"].modes, requests["plain tuned"].against) == ((), ("plain:tuned",))
-
-
 def test_choices_made_on_a_busy_device_are_forgotten_and_older_ones_kept(tmp_path: Path) -> None:
     from speed_processes import forget_choices
 
@@ -144,20 +133,6 @@ def test_choices_made_on_a_busy_device_are_forgotten_and_older_ones_kept(tmp_pat
     os.utime(older, (time.time() - 100,) * 2)
     forget_choices(tmp_path, began=time.time() - 50)
     assert sorted(path.name for path in folder.iterdir()) == ["a.best_config", "b.py"]
-
-
-def test_decisions_of_auto_are_kept_apart_and_compiled_code_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from speed_processes import own_decisions
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that the test's end removes what is set here
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    with own_decisions():
-        assert os.environ["XDG_CACHE_HOME"] != str(tmp_path)
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "halfstep" / "inductor")
-    assert os.environ["XDG_CACHE_HOME"] == str(tmp_path)
 
 
 @pytest.mark.soak
@@ -288,13 +263,3 @@ def test_rows_without_time_are_left_out_and_say_so(capsys: pytest.CaptureFixture
     [(_, row)] = rows_in_turn({"tiny": tiny}, ("eager",), probe("cpu"), at_once=1, deadline=time.monotonic())
     assert (row.label, row.reason) == ("halfstep eager fp32", "it was not compiled in time")
     assert "tiny halfstep eager fp32: it was not compiled in time" in capsys.readouterr().out
-
-
-def test_each_limit_of_the_clocks_is_said_of_the_rows_that_met_it() -> None:
-    from readme_tables import held_down
-
-    case = unet_problem()
-    case["rows"] = [row("halfstep", "auto", 20.0, 4.0), row("plain", "tuned", 26.0, 6.0)]
-    assert held_down(case) == "U-Net, 8: full clocks"
-    case["rows"][0]["clock_limits"], case["rows"][1]["clock_limits"] = ["power cap"], ["heat"]
-    assert held_down(case) == "U-Net, 8: heat in all rows but halfstep auto and power cap in all rows but plain tuned"

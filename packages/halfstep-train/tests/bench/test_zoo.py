@@ -64,22 +64,10 @@ def test_compiled_code_beyond_the_bound_is_judged_by_the_mean_over_eight_starts(
     assert judge("compile", far, others=FIXED, later=far) == "DIFFERS"
 
 
-def test_what_off_raises_too_is_no_fault() -> None:
-    off = make_run(problem="ValueError: no", losses=[])
-    assert judge("graph", make_run(problem="ValueError: no", kind="RAISED", losses=[]), off=off) == "off raises, too"
-
-
 def test_where_two_runs_of_off_differ_captured_ones_may_as_much() -> None:
     again = make_run(weight=1.01)
     assert judge("graph", make_run(weight=1.02), again=again) == "within off's spread"
     assert judge("graph", make_run(weight=1.5), again=again, others=FIXED) == "DIFFERS"
-
-
-def test_equal_runs_with_nan_are_equal_and_others_are_not() -> None:
-    nan = make_run(loss=float("nan"), weight=float("nan"))
-    assert zoo.find_differences(nan, nan)["is_equal"]
-    found = zoo.find_differences(make_run(), make_run(weight=1.5, loss=2.0))
-    assert (found["largest"], found["first_step"], found["differing"]) == (0.5, 0, ["weight"])
 
 
 def test_rows_of_several_calls_are_merged_way_by_way() -> None:
@@ -106,9 +94,3 @@ def test_the_table_counts_every_model_once() -> None:
     lines = zoo.make_table(rows).splitlines()
     assert lines[2].split("|")[2:-1] == [f" {number or ''} " for number in (6, 1, 1, 1, 1, 0, 1, 1)]
     assert [line.split("|")[1].strip() for line in lines[2:]] == ['`fast="graph"`', "timm", "written here"]
-
-
-def test_stored_texts_name_no_folders() -> None:
-    text = "at /home/me/env/lib/python3.12/site-packages/torch/nn/module.py, line 3"
-    assert zoo.hide_folders({"lines": [text]}) == {"lines": ["at torch/nn/module.py, line 3"]}
-    assert zoo.hide_folders(f"{zoo.HERE}/zoo.py:3") == "benchmarks/zoo.py:3"

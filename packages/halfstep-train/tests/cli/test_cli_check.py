@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import halfstep
 from command_line import run_command
-from halfstep_check.check import check
 from halfstep_train.cli.main import main
 
 
@@ -36,14 +33,6 @@ def test_it_is_the_command_of_the_package(configs: Path, capsys: pytest.CaptureF
     alone = subprocess.run([sys.executable, "-m", "halfstep_check", "radio.yaml", "acc.yaml"],
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert (code, out, err) == (alone.returncode, alone.stdout, alone.stderr) == (1, out, "")
-
-
-def test_help_shows_every_flag_and_examples_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
-    assert code == 0
-    assert "halfstep check --explain clip-before-unscale" in out
-    assert "halfstep-check" not in out
-    assert all(flag in out for flag in ("--env", "--select", "--hardware", "--sarif"))
 
 
 def test_the_packages_errors_are_shown_as_ours(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,13 +76,9 @@ def test_another_version_of_the_package_refuses_only_this_command(words: list[st
     "text",
     [
         "workload: unet\ntrain: {epochz: 3}\n",
-        "workload: unett\n",
         "workload: unet\ntrain: {epochs: many}\n",
-        "workload: unet\nglobals: {a: '${globals.a}'}\ndata: {dir: '${globals.a}'}\n",
         "workload: unet\nglobals: {a: " + "x" * 1000 + ", b: '" + "${globals.a}" * 99 + "', c: '" + "${globals.b}" * 99
         + "'}\ndata: {dir: '${globals.c}'}\n",
-        "workload: unet\npreset: fastest\n",
-        "workload: unet\nmodel: {path: mine}\n",
     ],
 )  # fmt: skip
 def test_an_own_config_that_train_refuses_is_refused_in_the_same_words(
@@ -122,12 +107,6 @@ def test_an_own_config_that_train_takes_has_nothing_wrong_and_own_workloads_are_
         assert "nothing wrong" in out
 
 
-def test_this_machine_can_be_asked(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "acc.yaml", "--hardware")
-    assert code in (0, 1)
-    assert not err
-
-
 def test_check_works_without_torch_and_never_imports_it(configs: Path) -> None:
     hide = "import sys; sys.modules['torch'] = None"
     code = f"{hide}\nfrom halfstep_train.cli.main import main\nmain(['check', 'acc.yaml', 'train.py'])"
@@ -144,15 +123,3 @@ def test_two_files_take_less_than_half_a_second_of_work(configs: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # CPU time, so that a busy machine does not matter; 0.42 s on a Neoverse-N1 core, doubled for slower ones.
     assert after.ru_utime - before.ru_utime < 0.9
-
-
-def test_two_hundred_library_files_are_linted_in_ten_seconds() -> None:
-    # torch's own tree, found without importing it. A sample of 50 keeps the suite fast: a quarter of both numbers.
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
-    started = time.process_time()
-    report = check(files[:: len(files) // 50][:50])
-    assert report.num_scripts == 50
-    assert time.process_time() - started < 2.5

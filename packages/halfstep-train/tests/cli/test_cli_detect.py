@@ -73,14 +73,14 @@ def test_a_slow_bf16_at_the_driver_flips_what_detect_says(
 ) -> None:
     monkeypatch.setattr(Driver, "describe_processor", lambda self: XEON)
     clock(monkeypatch, bf16=7.1)
-    assert "use bf16: native on " in output_of(capsys, "--device", "cpu")[0]
+    assert "use bf16: native on " in output_of(capsys, "cpu")[0]
     clock(monkeypatch, bf16=0.2)
-    assert "use fp32: " not in output_of(capsys, "--device", "cpu")[0], "the cache was not used"
-    assert "use fp32: " in output_of(capsys, "--device", "cpu", "--fresh")[0]
+    assert "use fp32: " not in output_of(capsys, "cpu")[0], "the cache was not used"
+    assert "use fp32: " in output_of(capsys, "cpu", "--fresh")[0]
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    device = json.loads(output_of(capsys, "--device", "cpu", "--json")[0])["devices"][0]
+    device = json.loads(output_of(capsys, "cpu", "--json")[0])["devices"][0]
     assert device["device"] == "cpu"
     assert device["source"] == "measured"
     assert {m["op"] for m in device["measurements"]} == {"matmul", "conv_nchw", "conv_nhwc"}
@@ -93,21 +93,21 @@ def test_no_measure_only_looks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     timed = clock(monkeypatch)
-    device = json.loads(output_of(capsys, "--device", "cpu", "--no_measure", "--json")[0])["devices"][0]
+    device = json.loads(output_of(capsys, "cpu", "--no_measure", "--json")[0])["devices"][0]
     assert timed == []
     assert device["source"] == "probe"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gpu_that_is_not_here_is_answered_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = output_of(capsys, "--gpu", "v100")
+    out, _ = output_of(capsys, "v100")
     assert out.startswith("NVIDIA V100")
     assert "use fp16 with loss scaling: native on NVIDIA V100, published 8.0x fp32; not bf16: " in out
-    advice = json.loads(output_of(capsys, "--gpu", "h200", "--json")[0])["devices"][0]["advice"]
+    advice = json.loads(output_of(capsys, "h200", "--json")[0])["devices"][0]["advice"]
     assert advice["precision"] == "bf16"
 
 
-@pytest.mark.parametrize("argv", [("v100",), ("RTX", "4090"), ("--gpu", "h200"), ("v100", "--gpu", "v100")])
+@pytest.mark.parametrize("argv", [("v100",), ("RTX", "4090")])
 def test_a_bare_name_is_a_gpu_of_the_table(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
     assert output_of(capsys, *argv)[0].startswith("NVIDIA ")
 
@@ -116,12 +116,11 @@ def test_a_bare_device_is_one_of_this_machine(capsys: pytest.CaptureFixture[str]
     assert output_of(capsys, "cpu", "--no-measure")[0].startswith("cpu  ")
 
 
-@pytest.mark.parametrize("argv", [("--gpu", "list"), ("list",)])
-def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
-    out, _ = output_of(capsys, *argv, "--json")
+def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = output_of(capsys, "list", "--json")
     listed = [name for names in json.loads(out)["gpus"].values() for name in names]
     assert listed == [gpu.name for gpu in sorted(KNOWN, key=lambda gpu: listed.index(gpu.name))]
-    shown = " ".join(output_of(capsys, *argv)[0].split())
+    shown = " ".join(output_of(capsys, "list")[0].split())
     assert "H20, " in shown
     assert "NVIDIA Hopper" in shown
 
@@ -129,7 +128,7 @@ def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str], argv
 def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     put_t4_here(monkeypatch)
-    for argv in (("--device", "cpu"), ("--gpu", "b200"), ("--device", "cuda", "--no-measure")):
+    for argv in (("cpu",), ("b200",), ("cuda", "--no-measure")):
         out, _ = output_of(capsys, *argv)
         assert max(map(len, out.splitlines())) <= 80
         assert "…" not in out.replace("6e-08 … 65504", "")
@@ -138,11 +137,8 @@ def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypat
 @pytest.mark.parametrize(
     ("argv", "what", "fix"),
     [
-        (("--gpu", "v1000"), "unknown GPU 'v1000'", "V100"),
-        (("--device", "cuda:7"), "no device 'cuda:7' on this machine", "cpu"),
-        (("--gpu", "v100", "--device", "cpu"), "--gpu v100 cannot be combined with", "--gpu alone"),
-        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "keep one of them"),
-        (("v1000",), "unknown GPU 'v1000'", "halfstep detect --gpu list"),
+        (("cuda:7",), "no device 'cuda:7' on this machine", "cpu"),
+        (("v1000",), "unknown GPU 'v1000'", "halfstep detect list"),
     ],
 )
 def test_a_mistake_is_explained_and_exits_with_two(

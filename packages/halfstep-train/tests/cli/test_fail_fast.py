@@ -67,10 +67,9 @@ CASES = {
     "train unet device=nothing": "device = 'nothing' (device=nothing): there is no such kind of device",
     "evaluate run --device nothing": "--device nothing: there is no such kind of device",
     "bench unet --device nothing": "--device nothing: there is no such kind of device",
-    "detect --device nothing": "--device nothing: there is no such kind of device",
     "guide --device nothing": "--device nothing: there is no such kind of device",
     "guide --answers nowhere": "no file of answers at nowhere",
-    "detect --gpu nothing": "unknown GPU 'nothing'",
+    "detect nothing": "unknown GPU 'nothing'",
     "exercise 1 --data-dir nowhere": "there is no folder nowhere",
 }
 RUN_ALL = """

@@ -70,12 +70,8 @@ def test_without_data_the_small_models_of_the_demo_are_trained() -> None:
     ("override", "complaint"),
     [
         ("data.augment.crop_area=[0.5, 0.1]", "must start with the smaller number"),
-        ("data.augment.crop_area=[0, 1]", "more than 0"),
-        ("data.augment.mixup=-1", "at least 0"),
-        ("data.eval_crop_ratio=0", "more than 0"),
-        ("model.label_smoothing=1", "less than 1"),
-        ("model.blocks=[2, 0]", "at least 1"),
-        ("model.stem=big", "'imagenet' or 'small'"),
+        ("data.augment.crop_area=[0, 1]", "greater than 0"),
+        ("model.blocks=[2, 0]", "greater than or equal to 1"),
         ("model.patch=2", "unknown key"),
     ],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, JsonValue
 
-from halfstep_train.config.section import Plain, convert_for_field, is_text_only, parse_scalar
+from halfstep_train.config.section import Plain, convert_for_field, parse_scalar
 
 
 @pytest.mark.parametrize(
@@ -47,23 +46,6 @@ def test_yaml_1_1_surprises_stay_text(text: str) -> None:
 @given(st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.none())
 def test_what_python_prints_reads_back(value: object) -> None:
     assert parse_scalar(str(value)) == value
-
-
-@pytest.mark.parametrize(
-    ("annotation", "text_only"),
-    [
-        (str, True),
-        (str | None, True),
-        (tuple[str, ...], True),
-        (Literal["auto", "off"], True),
-        (Literal["auto", 1, 3], False),
-        (Literal["auto"] | bool, False),
-        (Annotated[int, Field(ge=0)] | None, False),
-        (dict[str, JsonValue], False),
-    ],
-)
-def test_a_field_says_whether_only_text_fits(annotation: object, text_only: bool) -> None:
-    assert is_text_only(annotation) is text_only
 
 
 def test_plain_text_is_settled_by_its_field_and_quoted_text_is_left_alone() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep_train.config import section
-from halfstep_train.config.dump import make_json_schema, to_yaml
+from halfstep_train.config.dump import make_json_schema
 from halfstep_train.config.schema import DataConfig
 from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.config import UNetConfig
@@ -19,13 +19,6 @@ def test_auto_is_one_worker_a_core_and_at_most_eight(
     monkeypatch.setattr(section, "count_cores", lambda: cores)
     assert DataConfig().num_workers == expected
     assert DataConfig(num_workers="auto").num_workers == expected
-
-
-def test_the_source_of_the_default_says_how_many_cores_there_are() -> None:
-    loaded = load("unet", overrides=["data.dir=x"])
-    assert str(loaded.origins["data.num_workers"]) == f"auto: {section.count_cores()} cores"
-    assert str(load("unet", overrides=["data.dir=x", "workers=3"]).origins["data.num_workers"]) == "workers=3"
-    assert f"num_workers: {section.choose_num_workers()}" in to_yaml(loaded.config)
 
 
 def test_off_and_numbers_and_nonsense() -> None:

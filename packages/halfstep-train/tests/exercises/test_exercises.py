@@ -12,8 +12,7 @@ from command_line import run_command
 from halfstep.errors import DataError
 from halfstep_train.data.binary_sets import ROW_BYTES as RECORD
 from halfstep_train.exercises import benchmark_formats
-from halfstep_train.exercises import benchmark_formats as small_cnn
-from halfstep_train.exercises.benchmark_formats import generate_images, read_cifar
+from halfstep_train.exercises.benchmark_formats import read_cifar
 from halfstep_train.workloads import load
 
 
@@ -30,8 +29,8 @@ def test_every_claim_of_an_exercise_is_seen_to_hold(
     found = json.loads(text)
     assert code == 0
     assert all(claim["holds"] for claim in found["claims"])
-    assert (tmp_path / f"exercise{number}.png").stat().st_size > 5000
     if number == "2":
+        assert (tmp_path / "exercise2.png").stat().st_size > 5000
         num = len(found["skipped"])
         assert found["scales"][: num + 1] == [2.0 ** (40 - k) for k in range(num + 1)], "halved at each skipped step"
 
@@ -42,7 +41,7 @@ def test_exercise_1_compares_three_formats_with_paired_seeds_in_the_steps_its_ti
     written_cifar(tmp_path / "cifar")
     monkeypatch.setattr(benchmark_formats, "FEWEST_STEPS", 1)
     lines: list[str] = []
-    story = benchmark_formats.run(tmp_path, data=str(tmp_path / "cifar"), most_s=0.0, say=lines.append)
+    story = benchmark_formats.run(data=str(tmp_path / "cifar"), most_s=0.0, say=lines.append)
     assert [row[0] for row in story.rows] == ["fp32", "fp16", "bf16"]
     assert ("1 step per run instead of 60" in lines[0], "s in all" in lines[0]) == (True, True)
     assert sum("accuracy" in line and "seed" in line for line in lines) == 15
@@ -69,11 +68,11 @@ def test_cifars_binary_batches_are_read_as_they_unpack(tmp_path: Path) -> None:
 
 def test_so_many_test_pictures_as_two_minutes_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written_cifar(tmp_path / "cifar")
-    monkeypatch.setattr(small_cnn, "MOST_TESTED", 7)
+    monkeypatch.setattr(benchmark_formats, "MOST_TESTED", 7)
     config = load(
         "halfstep_train.exercises.benchmark_formats:KIND", overrides=[f"data.dir={tmp_path / 'cifar'}"]
     ).config
-    built = small_cnn.build(config)
+    built = benchmark_formats.build(config)
     assert (len(built.train_samples), len(built.val_samples)) == (40, 7)
 
 
@@ -87,12 +86,6 @@ def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:
     written_cifar(tmp_path / "hundred", labels=20)
     with pytest.raises(DataError, match="a label of 19"):
         read_cifar(tmp_path / "hundred")
-
-
-def test_generated_pictures_are_the_same_for_the_same_seed() -> None:
-    one, two = generate_images(8, 3), generate_images(8, 3)
-    assert (one.rows["image"] == two.rows["image"]).all()
-    assert one.rows["image"].shape == (8, 3, 32, 32)
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

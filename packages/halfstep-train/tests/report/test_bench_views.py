@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from halfstep_train.report.bench_view import format_digits, format_start, show_bench
+from halfstep_train.report.bench_view import format_digits, show_bench
 
 NOTHING: dict[str, Any] = {
     "reason": "",
@@ -82,14 +82,6 @@ def test_the_table_has_every_number_of_a_row() -> None:
     assert all(word in line for word in words), line
 
 
-def test_a_narrow_terminal_gets_more_tables_and_loses_nothing() -> None:
-    wide, narrow = shown(RECORD), shown(RECORD, width=70)
-    assert "…" not in narrow
-    words = [{word for word in said.split() if not word.startswith("─")} for said in (narrow, wide)]
-    assert words[0] == words[1]
-    assert narrow.count("lightning") == 3
-
-
 def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     said = shown(RECORD)
     assert said.startswith("unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0")
@@ -115,35 +107,9 @@ def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
     assert "times as fast as" not in shown({**RECORD, "speedup_bases": {}})
 
 
-def test_only_columns_that_are_shown_are_explained() -> None:
-    assert "of floor: time of the counted arithmetic" in shown(RECORD)
-    without = measured("eager", "fp32", 246.6, floor_share=None, loss=None, speedup_tf32=None)
-    said = shown({**RECORD, "rows": [without]})
-    assert "ms/step: median" in said
-    assert not any(word in said for word in ("of floor", "loss", "tf32"))
-
-
-def test_a_column_that_nobody_fills_is_left_out() -> None:
-    assert "J/sample" not in shown(RECORD)
-    with_energy = {**RECORD, "rows": [measured("eager", "fp32", 246.6, joules_per_sample=2.333)]}
-    assert "J/sample" in shown(with_energy)
-    assert "2.33" in shown(with_energy)
-
-
-def test_a_bench_without_a_measured_row_still_says_why() -> None:
-    said = shown({**RECORD, "rows": RECORD["rows"][-1:]})
-    assert "out of memory" in said
-    assert "ms/step" not in said
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(246.63, "247"), (25.1, "25.1"), (1.0, "1.00"), (0.09934, "0.0993"), (5526.4, "5526"), (0, "0"), (None, "-")],
 )
 def test_numbers_have_three_digits_and_no_exponent(value: float | None, text: str) -> None:
     assert format_digits(value) == text
-
-
-def test_a_start_says_how_it_found_the_compilers_cache() -> None:
-    assert format_start(measured("eager", "fp32", 1.0)) == "12.3"
-    assert format_start(measured("compile", "fp32", 1.0, cache="warm")) == "12.3 warm"

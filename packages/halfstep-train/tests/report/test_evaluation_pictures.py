@@ -14,7 +14,7 @@ from rich.console import Console
 
 from halfstep.errors import CheckpointError
 from halfstep_train.report.results import EvaluationResult, show_evaluation
-from halfstep_train.workloads.classification.evaluate import ShownMistake, draw_confusion, draw_mistakes
+from halfstep_train.workloads.classification.evaluate import draw_confusion
 
 
 @pytest.mark.parametrize("names", [["a", "b"], ["$x$ and $y", "日本語"], [f"class number {k}" for k in range(70)]])
@@ -22,22 +22,6 @@ def test_a_confusion_matrix_is_drawn_for_any_names(tmp_path: Path, names: list[s
     draw_confusion(np.eye(len(names), dtype=int).tolist(), names, tmp_path / "confusion.png")
     with Image.open(tmp_path / "confusion.png") as picture:
         assert min(picture.size) > 400
-
-
-def test_a_class_without_samples_is_an_empty_row_of_the_matrix(tmp_path: Path) -> None:
-    draw_confusion([[0, 0], [1, 2]], ["never seen", "seen"], tmp_path / "confusion.png")
-    assert (tmp_path / "confusion.png").exists()
-
-
-def test_the_page_of_mistakes_grows_with_their_number(tmp_path: Path) -> None:
-    image = np.zeros((8, 8, 3), dtype=np.uint8)
-    mistake = ShownMistake(image=image, truth="猫", answer="a $ sign", confidence=0.99, file="val/x.jpg")
-    heights = []
-    for count in (1, 7):
-        draw_mistakes([mistake] * count, tmp_path / f"{count}.png", total=99)
-        with Image.open(tmp_path / f"{count}.png") as picture:
-            heights.append(picture.height)
-    assert heights[1] > 1.5 * heights[0]
 
 
 def test_a_picture_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:

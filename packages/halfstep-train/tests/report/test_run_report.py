@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from io import StringIO
 from pathlib import Path
 
@@ -121,16 +120,3 @@ def test_an_error_inside_a_pass_ends_the_bar_and_goes_on(tmp_path: Path) -> None
     assert screen.text.rindex("\x1b[?25h") > screen.text.rindex("\x1b[?25l")
     with report.show_phase("Epoch 1/1 [Val]", 1) as bar:
         bar.advance()
-
-
-def test_a_summary_without_validation_has_no_empty_column(tmp_path: Path) -> None:
-    screen = Screen(is_terminal=False)
-    RunReport(tmp_path, verbose=True, console=screen.console).show_epoch("Epoch 2/9", [], [("loss", "0.2345", "")])
-    assert [line.split() for line in screen.text.splitlines()] == [["Epoch", "2/9", "train"], ["loss", "0.2345"]]
-
-
-def test_records_reach_the_metrics_file(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, console=Screen(is_terminal=False).console)
-    report.log({"kind": "train", "step": 1, "loss": 0.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "loss": 0.5}
-    report.close()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from halfstep.disk import make_absolute, normalise_path
-from halfstep_train.cli.main import main, shorten_paths
 from halfstep_train.config.schema import ModelConfig, RunConfig
 from halfstep_train.config.section import FilePath
 from halfstep_train.run.folder import make_paths_absolute
@@ -87,13 +86,3 @@ def test_a_link_keeps_its_meaning_and_its_name(home: Path) -> None:
     assert normalise_path("link/../d") == "link/../d"  # far/d
     assert normalise_path("pictures/../link/d") == "link/d"
     assert make_absolute("pictures/.././new") == home / "new"
-
-
-def test_paths_on_the_command_line_are_shown_without_detours(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["predict", "pictures/../none", "pictures/../a.png", "--out=pictures/../out"])
-    assert "there is no run folder none" in capsys.readouterr().err
-    left = ["data.dir=pictures/../d", "python pictures/../a.py", "s3://d/../e", "~/../d", "none/../d"]
-    assert shorten_paths([*left, "--out", "pictures/../out", "--csv=pictures/../x.csv"]) == [
-        *left, "--out", "out", "--csv=x.csv",
-    ]  # fmt: skip

@@ -143,7 +143,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("target", ["fp16", "bf16-true", "fp8"])
 def test_a_workload_is_judged_in_each_format(target: DryRunTarget) -> None:
-    rows = dry_run("tiny_workload:build", target, num_batches=1, flags={}, overrides=SMALL)
+    rows = dry_run("tiny_workload:build", target, flags={}, overrides=SMALL)
     assert {row.module for row in rows} >= {"head"}
     if target == "bf16-true":
         assert {row.kind for row in rows} == {"activations", "gradients", "weights", "updates"}

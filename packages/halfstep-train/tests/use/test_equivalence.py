@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halfstep.errors import ConfigError
 from halfstep_train.use.equivalence import (
     LEVEL,
     SEEDS,
@@ -22,9 +21,7 @@ FROM_A_TABLE = {(0.95, 4): 2.1318, (0.95, 7): 1.8946, (0.95, 19): 1.7291, (0.975
 @pytest.mark.parametrize(("share", "freedom"), FROM_A_TABLE)
 def test_quantiles_are_those_of_students_table(share: float, freedom: int) -> None:
     assert compute_student_quantile(share, freedom) == pytest.approx(FROM_A_TABLE[share, freedom], abs=1e-4)
-    assert float(compute_student_cdf(np.float64(compute_student_quantile(share, freedom)), freedom)) == pytest.approx(
-        share
-    )
+    assert compute_student_cdf(compute_student_quantile(share, freedom), freedom) == pytest.approx(share)
 
 
 def decided(differences: np.ndarray, margin: float) -> str:
@@ -74,8 +71,6 @@ def test_few_seeds_and_broken_metrics_show_nothing() -> None:
     stuck = judge_rows([0.5] * 5, {"row": [0.5] * 5, "other": [0.5, 0.51, 0.5, 0.49, 0.5]}, 0.1)
     assert (stuck["row"].word, stuck["other"].word) == ("not shown", "same")
     assert "0.5 in every run" in stuck["row"].why
-    with pytest.raises(ConfigError, match="4 runs cannot be paired with 5"):
-        judge_rows([0.0] * 5, {"row": [0.0] * 4}, 1.0)
 
 
 def test_margins_are_half_a_point_or_one_percent_of_a_loss() -> None:

@@ -20,8 +20,7 @@ from halfstep_train.report.results import EvaluationResult
 from halfstep_train.run.assemble import build_workload
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.folder import RunFolder
-from halfstep_train.use.evaluate import _suggest_less_memory, evaluate
-from halfstep_train.use.open_run import choose_plan, open_run
+from halfstep_train.use.evaluate import evaluate
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads import load
 from halfstep_train.workloads.base.using import PredictRequest
@@ -120,12 +119,6 @@ def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: P
     assert found.metrics == {name: logged(run)[name] for name in found.metrics}
 
 
-def test_a_background_that_the_masks_do_not_hold_is_refused_with_those_they_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.background=7 is not a value of the masks: 0, 255"):
-        unet_run(tmp_path / "run", {"model.background": 7})
-    assert unet_run(tmp_path / "other", {"model.background": 255, "train.max_steps": 1}).is_dir()
-
-
 def test_a_classifier_shows_accuracies_confusion_and_mistakes(resnet: Path) -> None:
     found = usual(resnet)
     accuracies = [float(row["accuracy"] or 0) for row in found.classes]
@@ -209,15 +202,6 @@ def test_data_that_were_moved_keep_their_validation_part(unet: Path, tmp_path: P
         for path in sorted((tmp_path / "fewer" / part).iterdir())[:10]:
             path.unlink()
     assert evaluated(run, data=tmp_path / "fewer").samples == 90
-
-
-def test_the_ways_out_of_full_memory_are_those_that_are_left(unet: Path) -> None:
-    run = open_run(unet)
-    plan = choose_plan(run, build_workload(run.config, run.store).model, device=None, precision=None)
-    on_gpu = dataclasses.replace(plan, device="cuda:0")
-    assert _suggest_less_memory(4, on_gpu) == "--batch-size 4, or --precision bf16, or --device cpu"
-    assert _suggest_less_memory(0, dataclasses.replace(on_gpu, granted="bf16")) == "--device cpu"
-    assert _suggest_less_memory(0, dataclasses.replace(plan, granted="bf16")) == "a machine with more memory"
 
 
 def test_a_folder_of_one_known_class_is_evaluated_as_that_class(resnet: Path, tmp_path: Path) -> None:

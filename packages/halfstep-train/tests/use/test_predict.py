@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from halfstep.disk import read_sealed, seal
 from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.progress import Bar
@@ -22,10 +21,8 @@ from halfstep_train.report.results import Answer, Predictions
 from halfstep_train.use.open_run import choose_plan, load_weights, open_run, wrap_trained
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads.base.using import Input, PredictRequest
-from halfstep_train.workloads.classification.config import ImageDataConfig
-from halfstep_train.workloads.classification.data import get_evaluation_share
 from halfstep_train.workloads.segmentation.config import UNetConfig
-from halfstep_train.workloads.segmentation.predict import MaskPredictor, choose_tile
+from halfstep_train.workloads.segmentation.predict import MaskPredictor
 from tiny_runs import Told, copied, press_ctrl_c, unet_run
 
 
@@ -108,12 +105,6 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     assert (mask_of(answer) != whole).mean() < 1e-3
 
 
-@pytest.mark.parametrize("depth", range(1, 8))
-def test_the_tile_taken_by_itself_fits_every_depth(depth: int) -> None:
-    margin = 8 << depth
-    assert choose_tile(depth) - 2 * margin >= 1 << depth
-
-
 def test_prediction_needs_neither_data_nor_masks(unet: Path, large: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
     config = (run / "config.yaml").read_text()
@@ -186,24 +177,6 @@ def test_classes_are_those_that_validation_found(resnet: Path) -> None:
     assert made.out is None
 
 
-def test_runs_stored_before_the_share_of_validation_was_are_predicted_as_validated(
-    resnet: Path, large: Path, tmp_path: Path
-) -> None:
-    run = copied(resnet, tmp_path / "run")
-    (path,) = run.glob("checkpoints/step-*/state.json")
-    state = read_sealed(path.read_text())
-    assert state["state"]["store"].pop("eval_share") == 1.0
-    path.write_text(json.dumps(seal(state)))
-    answers = [predicted(one, large).answers[0].found for one in (resnet, run)]
-    assert answers[0] == answers[1]
-    assert get_evaluation_share(ImageDataConfig(), {"classes": ["a"]}) == 0.875
-
-
-def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path, large: Path) -> None:
-    shown = {k: len(predicted(resnet, large, top_k=k).answers[0].found["top"]) for k in (None, 2, 99)}
-    assert shown == {None: 5, 2: 2, 99: 10}
-
-
 def test_the_paths_that_are_shown_are_those_of_files_that_exist(
     unet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,14 +213,6 @@ def test_after_ctrl_c_the_same_command_goes_on_where_it_stopped(unet: Path, tmp_
     for one, other in zip(made.answers, whole.answers, strict=True):
         assert (mask_of(one) == mask_of(other)).all()
         assert one.found["shares"] == other.found["shares"]
-
-
-def test_ctrl_c_without_a_folder_says_that_nothing_was_written(resnet: Path) -> None:
-    with (
-        press_ctrl_c(after=2),
-        pytest.raises(Interrupted, match="stopped by Ctrl-C after 2 of 200 predictions; nothing was written"),
-    ):
-        predicted(resnet, resnet / "data" / "val")
 
 
 def test_a_second_ctrl_c_names_the_folder_that_cannot_be_continued(unet: Path, tmp_path: Path) -> None:

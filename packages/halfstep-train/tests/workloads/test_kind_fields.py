@@ -48,12 +48,11 @@ def test_defaults_count_and_the_folder_is_the_runs_own(run: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--nmu", "3"), "drawing_workload:KIND takes --num, --style, --loud"),
+        (("--nmu", "3"), "did you mean --num"),
         (("--num", "few"), "--num few: expected a whole number"),
         (("--num", "0"), "it must be at least 1"),
-        (("--num",), "--num needs a value"),
-        (("--loud=yes",), "--loud takes no value"),
-        (("--num", "2", "--num", "3"), "`--num 2` and `--num 3` disagree"),
+        (("--num",), "Option '--num' requires an argument"),
+        (("--loud=yes",), "Option '--loud' does not take a value"),
         (("--top-k", "3"), "drawing_workload:KIND has no option --top-k 3"),
         (("photo.png",), "photo.png: drawing_workload:KIND takes no input files"),
     ],
@@ -68,9 +67,9 @@ def test_a_wrong_option_or_an_input_is_refused_with_what_the_workload_takes(
 def test_help_for_a_run_shows_its_workloads_options_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = called(capsys, "predict", str(run), "--help")
     assert code == 0
-    assert "--num INT" in text
+    assert "--num INT" in " ".join(text.split())
     assert "--tile" not in text
-    assert "--draws INT" in called(capsys, "evaluate", str(run), "--help")[1]
+    assert "--draws INT" in " ".join(called(capsys, "evaluate", str(run), "--help")[1].split())
     assert "--tile" in called(capsys, "predict", "--help")[1]
 
 

@@ -60,7 +60,7 @@ THEIRS = textwrap.dedent("""\
           layer_norm: true
       grouper: {name: SlotAttention, inp_dim: "${globals.SLOT_DIM}", slot_dim: "${globals.SLOT_DIM}", n_iters: 2}
       latent_processor: {first_step_corrector_args: {n_iters: 3}}
-      decoder: {name: MLPDecoder, hidden_dims: [32, 32], n_patches: "${eval: 'a ** 2', 2}"}
+      decoder: {name: MLPDecoder, hidden_dims: [32, 32], n_patches: "${mul: 2, 2}"}
       predictor: {name: networks.TransformerEncoder, dim: "${globals.SLOT_DIM}", n_blocks: 1, n_heads: 4}
     val_metrics:
       ari: {name: VideoARI, ignore_background: true, pred_key: decoder_masks_hard, true_key: segmentations}
@@ -152,11 +152,7 @@ def test_a_key_nobody_knows_is_named(written: Path) -> None:
         ("pred_key: processor.state", "pred_key: processor.state_predicted", "ss.pred_key is processor.state_pred"),
         ("name: exp_decay_with_warmup", "name: zigzag", "lr_scheduler.name=zigzag"),
         ("ari: {name: VideoARI,", "psnr: 3\n  ari: {name: VideoARI,", "val_metrics.psnr is not a mapping"),
-        ("'a ** 2', 2", "'a ** 2', 3", "n_patches is 9"),
-        ("'a ** 2', 2", "'a / b', 2, 0", "cannot be computed"),
-        ("'a ** 2', 2", "'__import__(1)', 2", "is not arithmetic"),
-        ("'a ** 2', 2", "'a.real', 2", "is not arithmetic"),
-        ("'a ** 2', 2", "'9 ** 9 ** 9', 2", "exponent 387420489 is too large"),
+        ("${mul: 2, 2}", "${mul: 3, 3}", "n_patches is 9"),
         ('"${mul: ${.GPUS}, ${.PER_GPU}}"', '"${oops: 1}"', "is an unknown function"),
         ("${globals.PER_GPU}", "${globals.NOPE}", "refers to a key that does not exist"),
     ],

@@ -292,18 +292,10 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatedRow:
-    """A precision or mode set by a config file or preset, and where."""
-
-    value: str
-    where: str
-
-
-def find_stated_rows(loaded: Loaded) -> dict[str, StatedRow]:
-    """Return the precision and mode that the config sets, by option (`--precisions`, `--modes`)."""
+def find_stated_rows(loaded: Loaded) -> dict[str, tuple[str, str]]:
+    """Return the precision and mode that a file or preset sets, and where, by option (`--precisions`, `--modes`)."""
     return {
-        option: StatedRow(value=value, where=loaded.origins[path].where)
+        option: (value, loaded.origins[path].where)
         for option, (path, value) in _read_rows(loaded).items()
         if loaded.origins[path].layer in STATED_BELOW
     }

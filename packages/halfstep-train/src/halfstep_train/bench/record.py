@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +27,8 @@ from halfstep_train.workloads import KINDS
 
 VERSION: Literal[1] = 1
 """Version of the file's layout."""
-PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
-"""Package names of each peer."""
+PACKAGES = ("lightning", "accelerate")
+"""Peers that are packages of the same name."""
 
 Record = dict[str, Any]
 
@@ -51,22 +50,6 @@ def describe_circumstances(
         "window_steps": request.schedule.window,
         "memory": explain_memory(hardware),
     }
-
-
-def format_command_line(arguments: Sequence[str]) -> str:
-    """Return the command line without the folders of its files, which do not belong in a published result."""
-    return f"halfstep {shlex.join(_strip_folders(arguments))}"
-
-
-def _strip_folders(arguments: Sequence[str]) -> Iterator[str]:
-    is_file = False
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if is_file:
-            yield Path(argument).name
-        else:
-            yield f"{flag}={Path(value).name}" if equals and flag == "--save" else argument
-        is_file = argument == "--save"
 
 
 def summarise_results(benched: BenchResult) -> Record:
@@ -121,16 +104,8 @@ def collect_versions(hardware: Hardware, against: Sequence[str]) -> dict[str, st
         "driver": hardware.driver,
         "python": platform.python_version(),
     }
-    return found | {name: _find_version(name) for name in map(parse_peer_name, against) if name in PACKAGES}
-
-
-def _find_version(peer: str) -> str | None:
-    for package in PACKAGES[peer]:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    peers = sorted({parse_peer_name(peer) for peer in against} & set(PACKAGES))
+    return found | {name: importlib.metadata.version(name) for name in peers}
 
 
 def explain_memory(hardware: Hardware) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.errors import ConfigError, suggest_command, suggest_nearest
+from halfstep.errors import ConfigError, suggest_nearest
 from halfstep_train.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite, refuse_unknown_device
 from halfstep_train.workloads import DEMO_WORKLOAD, KINDS
 
 if TYPE_CHECKING:
     from halfstep.hardware.device_facts import Hardware
     from halfstep_train.bench.bench import BenchRequest
-    from halfstep_train.bench.problem import Problem, StatedRow
+    from halfstep_train.bench.problem import Problem
 
 
 WHAT, OUTPUT = "What is measured", "Output"
@@ -94,15 +95,9 @@ def add_workload(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"{target} is a folder, not a workload",
             why="a benchmark needs no data",
-            fix=_suggest_for_folder(Path(target)),
+            fix=f"halfstep bench {DEMO_WORKLOAD}, or the config of a run: {target}/config.yaml",
         )
     return list(arguments)
-
-
-def _suggest_for_folder(folder: Path) -> str:
-    if (folder / "config.yaml").is_file():
-        return f"the config of this run: {suggest_command('bench', folder / 'config.yaml')}"
-    return f"halfstep bench {DEMO_WORKLOAD}"
 
 
 def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -115,18 +110,10 @@ def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | No
         raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
     for choice in found:
         if allowed and choice not in allowed:
-            raise _explain_unknown_choice(choice, option, allowed)
+            named = {name: meaning for name, meaning in allowed.items() if (":" in name) <= (":" in choice)}
+            known = "known values: " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items())
+            raise ConfigError(f"unknown {option} {choice!r}", why=known, fix=suggest_nearest(choice, named))
     return found
-
-
-def _explain_unknown_choice(choice: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
-    """Return the error for an unknown choice; suggest variants (`plain:graphs`) only if the choice has a colon."""
-    named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
-    return ConfigError(
-        f"unknown {option} {choice!r}",
-        why="known values: " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
-        fix=suggest_nearest(choice, allowed if ":" in choice else named),
-    )
 
 
 def prepare_request(
@@ -143,7 +130,7 @@ def prepare_request(
 
     `flags` are options that are also settings of a run; an option that was not given is None.
     """
-    variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
+    variants = {f"{peer}:{kind}": f"{peer}, {kind}" for peer in PEERS for kind in VARIANTS}
     chosen_modes = split_choices(modes, "--modes", MODES)
     peers = split_choices(against, "--against", PEERS | variants)
     from halfstep.precision.names import normalise_precision
@@ -192,14 +179,14 @@ def prepare_request(
 
 
 def choose_values(
-    option: str, asked: tuple[str, ...], stated: Mapping[str, StatedRow], unasked: tuple[str, ...]
+    option: str, asked: tuple[str, ...], stated: Mapping[str, tuple[str, str]], unasked: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the values of the option, else those of the config (with a notice), else the default."""
     if asked or option not in stated:
         return asked or unasked
-    row = stated[option]
-    typer.secho(f"measuring only {row.value}, as set in {row.where}; {option} selects others", fg="yellow", err=True)
-    return (row.value,)
+    value, where = stated[option]
+    typer.secho(f"measuring only {value}, as set in {where}; {option} selects others", fg="yellow", err=True)
+    return (value,)
 
 
 def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
@@ -222,7 +209,7 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     from halfstep.hardware.measure import measure
     from halfstep_train.bench.bench import bench, count_rows
     from halfstep_train.bench.problem import count_step_flops
-    from halfstep_train.bench.record import describe_circumstances, format_command_line, save_record, summarise_results
+    from halfstep_train.bench.record import describe_circumstances, save_record, summarise_results
     from halfstep_train.report.bench_view import show_bench
     from halfstep_train.report.console import open_result_console
 
@@ -232,7 +219,7 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
         with console.status("measuring matmuls") as status:
             rated = measure_once(hardware, find_cache_directory(), measure)
             flops = count_step_flops(problem)
-            about = describe_circumstances(problem, request, hardware, flops, format_command_line(sys.argv[1:]))
+            about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
             numbers = itertools.count(1)
             total = count_rows(problem, request, rated)
 

@@ -14,14 +14,10 @@ import typer
 from halfstep.disk import make_absolute, write_atomically
 from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
 from halfstep_train.cli.options import (
-    BatchSize,
     DataDir,
     Device,
-    Epochs,
     Json,
-    MaxSteps,
     MaybeArguments,
-    Simulate,
     Strict,
     map_flags,
     option,
@@ -29,13 +25,10 @@ from halfstep_train.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from halfstep_train.use.compare import CompareRequest, Comparison
+    from halfstep_train.use.compare import Comparison
 
 FREE = ("budget", "at_once", "price", "as_json")
 """Options that may change with --resume, because they do not change what is compared."""
-SETTINGS = {"device": "device", "batch_size": "train.batch_size", "epochs": "train.epochs",
-            "max_steps": "train.max_steps"}  # fmt: skip
-"""Flags that are settings of every row."""
 Row = tuple[str, list[str]]
 """Name and overrides of a row."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -46,9 +39,6 @@ def command(
     arguments: MaybeArguments = None,
     data_dir: DataDir = None,
     device: Device = None,
-    batch_size: BatchSize = None,
-    epochs: Epochs = None,
-    max_steps: MaxSteps = None,
     precisions: Annotated[str, option("One row each; the first is the baseline.", metavar="A,B,...")] = "fp32,bf16",
     rows: Annotated[
         list[str] | None,
@@ -66,9 +56,7 @@ def command(
     budget: Annotated[str | None, option("Stop after this total time: 90s, 30m, 8h.", metavar="30m")] = None,
     price: Annotated[float | None, option("Price of one device hour.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
-    best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
     strict: Strict = None,
-    simulate: Simulate = None,
     out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,
     resume: Annotated[Path | None, option("Continue an interrupted comparison.", metavar="DIR")] = None,
     as_json: Json = False,
@@ -91,15 +79,21 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
-    refuse_bad_call(context)
-    from halfstep_train.use.compare import create_comparison
-
     # Not part of what is compared, so --resume may change them.
     how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once, "price": price}
     if resume is not None:
         folder, comparison = resume, _reopen(resume, context, how)
     else:
-        folder, comparison = create_comparison(_build_request(context, how), out)
+        target, overrides, named_rows = _read_rows(context)
+        _refuse_bad_call(context, target, overrides, named_rows)
+        from halfstep_train.use.compare import CompareRequest, create_comparison
+        from halfstep_train.use.compare_run import ComparedRow
+
+        compared = tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in named_rows)
+        request = CompareRequest(
+            target=target, overrides=tuple(overrides), rows=compared, seeds=seeds, margin=margin, **how
+        )
+        folder, comparison = create_comparison(request, out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
     # A verdict that is still open counts as a failure: "same" must be shown, not assumed.
@@ -107,19 +101,13 @@ def command(
         raise typer.Exit(1)
 
 
-def refuse_bad_call(context: typer.Context) -> None:
+def _refuse_bad_call(context: typer.Context, target: str, overrides: list[str], rows: list[Row]) -> None:
     """Raise for an unknown target, missing data, bad rows and folders that cannot be used, before torch is imported."""
-    from halfstep_train.run.folder import RunFolder, refuse_missing_paths, refuse_no_comparison
+    from halfstep_train.run.folder import RunFolder, refuse_missing_paths
     from halfstep_train.use.equivalence import refuse_bad_rows
     from halfstep_train.workloads import load
 
     given = context.params
-    if given["budget"]:
-        parse_budget(given["budget"])
-    if given["resume"] is not None:
-        refuse_no_comparison(given["resume"])
-        return
-    target, overrides, rows = _read_rows(context)
     refuse_bad_rows([name for name, _ in rows], given["seeds"], given["margin"])
     load(target, overrides=_split_arguments(given["arguments"])[1])  # refuses two that disagree; a row's replace them
     for _, settings in rows:
@@ -129,39 +117,25 @@ def refuse_bad_call(context: typer.Context) -> None:
         RunFolder.refuse_unusable(given["out"])
 
 
-def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
-    from halfstep_train.use.compare import CompareRequest
-    from halfstep_train.use.compare_run import ComparedRow
-
-    given = context.params
-    target, overrides, rows = _read_rows(context)
-    return CompareRequest(
-        target=target,
-        overrides=tuple(overrides),
-        rows=tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in rows),
-        seeds=given["seeds"],
-        margin=given["margin"],
-        best=given["best"],
-        **how,
-    )
-
-
 def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
     """Return the target, the overrides of every row (flags are among them), and the rows."""
     given = context.params
     if {"rows", "precisions"} <= read_given(context).keys():
         raise ConfigError("--rows and --precisions cannot be combined", why="both name rows", fix="keep one of them")
     target, overrides, more_rows = _split_arguments(given["arguments"] or [])
-    flags = {path: given[name] for name, path in SETTINGS.items()}
-    flags["data.dir"] = given["data_dir"] and _make_absolute(given["data_dir"])
+    data_dir = given["data_dir"] and _make_absolute(given["data_dir"])
     # An unset switch stays open: a row's format may then be simulated.
-    flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
+    strict = "true" if given["strict"] else None
+    flags = {"device": given["device"], "data.dir": data_dir, "precision.strict": strict}
     overrides += [f"{key}={value}" for key, value in flags.items() if value is not None]
     return target, overrides, _parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])
 
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
+    from halfstep_train.run.folder import refuse_no_comparison
+
+    refuse_no_comparison(folder)  # before torch is imported
     from halfstep_train.use.compare import open_comparison, refuse_incomparable_runs
 
     flags, names = map_flags(context), read_given(context)

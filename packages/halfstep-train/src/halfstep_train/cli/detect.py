@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.errors import ConfigError
-from halfstep_train.cli.options import Json, option, refuse_unknown_device
+from halfstep_train.cli.options import Json, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,18 +16,14 @@ if TYPE_CHECKING:
     from halfstep.precision.advice import HardwareAdvice
 
 
-LIST = "list"
-
-
 def command(
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="GPU|DEVICE", help="Same as --gpu or --device: v100, rtx 4090, cuda:1."),
+        typer.Argument(
+            metavar="GPU|DEVICE",
+            help="A known GPU: v100, rtx 4090; list: show all; or one device: cuda:1, cpu, mps, xpu, auto (the best).",
+        ),
     ] = None,
-    gpu: Annotated[str, option("Report a known GPU instead: v100, 4090; list: show all.", metavar="NAME")] = "",
-    device: Annotated[
-        str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.", callback=refuse_unknown_device)
-    ] = "",
     no_measure: Annotated[bool, option("Probe only, measure nothing.", "--no-measure")] = False,
     fresh: Annotated[bool, option("Measure again instead of using cached results.", "--fresh")] = False,
     bugs: Annotated[bool, option("Test which known bugs of torch and cuDNN this machine has.", "--bugs")] = False,
@@ -44,39 +40,34 @@ def command(
 
         halfstep detect v100
 
-        halfstep detect --gpu list
+        halfstep detect list
 
-        halfstep detect --device cuda:1 --fresh --json
+        halfstep detect cuda:1 --fresh --json
 
         halfstep detect --bugs
     """
+    asked = " ".join(name or [])
     if bugs:
-        if name or gpu or device or no_measure or fresh:
+        if asked or no_measure or fresh:
             raise ConfigError(
                 "--bugs cannot be combined with a device or another option",
                 why="it tests the first GPU of this machine, or the CPU if there is none",
                 fix="halfstep detect --bugs",
             )
-        report_bugs(as_json=as_json)
-        return
-    gpu, device = resolve_name(" ".join(name or []), gpu, device)
-    if gpu and (device or fresh or no_measure):
-        raise ConfigError(
-            f"--gpu {gpu} cannot be combined with --device, --fresh or --no-measure",
-            fix="give --gpu alone, or leave it out",
-        )
-    if gpu.lower() == LIST:
-        print_known(as_json=as_json)
-        return
+        return report_bugs(as_json=as_json)
+    if asked.lower() == "list":
+        return print_known(as_json=as_json)
     from halfstep.hardware.gpus import look_up_gpu
     from halfstep.precision.advice import advise
+    from halfstep_train.config.schema import is_device
 
-    devices = (look_up_gpu(gpu),) if gpu else probe_devices(device, look_only=no_measure, fresh=fresh)
-    answers = [(hardware, advise(hardware)) for hardware in devices]
-    if as_json:
-        print_json(answers)
+    # `cuda:1` is a device of this machine, `rtx 4090` a GPU of the table.
+    if asked and not is_device(asked):
+        devices: tuple[Hardware, ...] = (look_up_gpu(asked),)
     else:
-        print_tables(answers)
+        devices = probe_devices(asked, look_only=no_measure, fresh=fresh)
+    answers = [(hardware, advise(hardware)) for hardware in devices]
+    return print_json(answers) if as_json else print_tables(answers)
 
 
 def report_bugs(*, as_json: bool) -> None:
@@ -104,20 +95,6 @@ def report_bugs(*, as_json: bool) -> None:
         console.print("\ndocs/library_bugs.md has the public threads, and how halfstep avoids each bug.", style="dim")
     if any(finding.is_shielded is False for finding in findings):
         raise typer.Exit(1)
-
-
-def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
-    """Return --gpu and --device, with a bare name assigned to one of them."""
-    if not name:
-        return gpu, device
-    # `cuda:1` is a device of this machine, `rtx 4090` a GPU of the table.
-    from halfstep_train.config.schema import is_device
-
-    is_here = is_device(name)  # any other name is looked up in the GPU table
-    flag, given = ("--device", device) if is_here else ("--gpu", gpu)
-    if given and given != name:
-        raise ConfigError(f"{name!r} and {flag} {given} disagree", fix="keep one of them")
-    return (gpu, name) if is_here else (name, device)
 
 
 def print_known(*, as_json: bool) -> None:

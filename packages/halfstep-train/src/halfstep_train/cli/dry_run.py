@@ -30,7 +30,6 @@ def command(
     target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
-    batches: Annotated[int, option("Batches to run.", min=1)] = 2,
     device: Device = None,
     picture: Annotated[
         Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
@@ -56,7 +55,7 @@ def command(
     refuse_bad_target(arguments, flags, trust=trust)
     from halfstep_train.use.observe_step import dry_run
 
-    rows = dry_run(arguments[0], chosen, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
+    rows = dry_run(arguments[0], chosen, flags=flags, overrides=arguments[1:], trust=trust)
     if picture is not None:
         from halfstep_train.report.range_pictures import draw_heat_map
 

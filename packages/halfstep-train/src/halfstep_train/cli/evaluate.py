@@ -70,7 +70,7 @@ def command(
         device=device,
         precision=precision,
         batch_size=batch_size,
-        # The options of the run's workload, which RunCommand removed from the arguments.
+        # The options of the run's workload.
         options=context.obj,
         out=out,
         trust=trust,

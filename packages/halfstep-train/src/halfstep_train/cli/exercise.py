@@ -24,7 +24,7 @@ def command(
         str | None,
         typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the chart.")] = Path(),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Exercise 2: folder for the chart.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one of three exercises in mixed precision, each under two minutes on two cores.
@@ -65,14 +65,14 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 
         if data_dir is None:
             screen.print("no CIFAR-10 folder given: using generated images, gratings of ten classes", style="dim")
-        return benchmark(out, data=data_dir, say=lambda line: screen.print(line, style="dim", markup=False))
+        return benchmark(data=data_dir, say=lambda line: screen.print(line, style="dim", markup=False))
     if number == 2:
         from halfstep_train.exercises.overflow import run as overflow
 
         return overflow(out)
     from halfstep_train.exercises.what_stays import run as what_stays
 
-    return what_stays(out)
+    return what_stays()
 
 
 def _show(story: Story) -> None:

@@ -15,7 +15,7 @@ from halfstep_train.cli.options import refuse_unknown_device
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfstep_train.guide.guide import Asker, GuideResult, Machine
+    from halfstep_train.guide.guide import Asker
 
 
 def command(
@@ -48,29 +48,30 @@ def command(
     """
     if answers is not None and not answers.exists():
         raise ConfigError(f"no file of answers at {answers}", fix="give a YAML or JSON file, or leave --answers out")
-    outcome = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
-    if outcome.start:
+    file, start = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
+    if start:
         from halfstep_train.run.train import train
         from halfstep_train.workloads import load
 
-        train(load(str(outcome.file)))
+        train(load(str(file)))
 
 
-def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> GuideResult:
+def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> tuple[Path, bool]:
     """Ask, suggest and write the file; Ctrl-C before that leaves no files."""
     import tempfile
 
     from rich.console import Console
 
+    from halfstep_train.cli.detect import probe_devices
     from halfstep_train.guide.guide import guide
 
     console = Console()
     try:
         asker = choose_asker(console, yes=yes, answers=answers)
-        machine = probe_machine(device, no_measure=no_measure)
+        (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
         # Demo data and pictures are removed if the conversation ends early.
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
-            return guide(asker, console, machine, Path(scratch))
+            return guide(asker, console, hardware, device, Path(scratch))
     except KeyboardInterrupt:
         raise Interrupted("Ctrl-C: nothing was written") from None
 
@@ -82,12 +83,3 @@ def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
         return Scripted(console, add_task(read_answers(answers, QUESTIONS)))
     # sys.stdin is None if the caller closed it: treat that as an empty input.
     return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
-
-
-def probe_machine(device: str | None, *, no_measure: bool) -> Machine:
-    from halfstep_train.cli.detect import probe_devices
-    from halfstep_train.config.section import count_cores
-    from halfstep_train.guide.guide import Machine
-
-    (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
-    return Machine(hardware=hardware, num_cores=count_cores(), device=device)

@@ -2,9 +2,8 @@
 
 A closed pipe (`halfstep check x.py | head -1`) changes neither what a command does nor its exit code.
 
-`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. The parser knows only
-the common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the
-help text. This needs no torch: the run's config file names the workload.
+`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. This needs no torch:
+the run's config file names the workload.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from halfstep.disk import GONE, normalise_path, redirect_to_null
+from halfstep.disk import GONE, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 from halfstep_train.cli.completion import VARIABLE, read_typed_words
+from halfstep_train.cli.options import option
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -87,7 +86,7 @@ COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
 
 
-def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def build_app(names: Iterable[str] = COMMANDS, argv: Sequence[str] = ()) -> typer.Typer:
     """Build the command line with these commands; import only their modules."""
     app = typer.Typer(
         name="halfstep",
@@ -99,8 +98,10 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     for name in names:
         module = importlib.import_module(f"halfstep_train.cli.{name.replace('-', '_')}")
         text = unwrap_paragraphs(module.command.__doc__)
-        kind = RunCommand if name in COMMANDS_ON_RUNS else OnceCommand
-        app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        command = module.command
+        if name in COMMANDS_ON_RUNS:
+            command = add_workload_options(name, command, argv)
+        app.command(name, help=text, context_settings=getattr(module, "CONTEXT", None))(command)
     return app
 
 
@@ -147,27 +148,15 @@ def normalise_dashes(argv: Sequence[str]) -> list[str]:
     return dashed + list(argv[stop:])
 
 
-def shorten_paths(argv: Sequence[str]) -> list[str]:
-    """Shorten `data/../d` to `d` in arguments and after `--flag=`; a run makes paths in settings absolute itself."""
-
-    def shorten(argument: str) -> str:
-        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        # Other texts may contain `..` too: a path goes up from a folder that exists.
-        is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
-        return f"{flag}{equals}{normalise_path(value)}" if is_path else argument
-
-    return [shorten(argument) for argument in argv]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
-    arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    arguments = normalise_dashes(sys.argv[1:] if argv is None else argv) or ["--help"]
     # While a shell asks for completions there are no arguments: it passes the typed words in a variable.
     chosen = choose_typed_commands(os.environ) if VARIABLE in os.environ else choose_commands(arguments)
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.
-        sys.exit(build_app(chosen)(arguments, prog_name="halfstep", standalone_mode=False) or 0)
+        sys.exit(build_app(chosen, arguments)(arguments, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_once(explain_usage_error(error))
         sys.exit(2)
@@ -251,25 +240,19 @@ def show_error(error: HalfstepError) -> None:
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Base class of the parser's errors; typer has no public name for it."""
 
-EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
-"""Replacements for typer's descriptions of a value."""
 
-
-def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
-    """Return the parser's error as a ConfigError with a fix; `arguments` and `context` describe the call."""
-    context = error.ctx or context
+def explain_usage_error(error: Any) -> ConfigError:
+    """Return the parser's error as a ConfigError with a fix."""
+    context = error.ctx
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
-    given = list(find_occurrences(arguments, error.param)) if getattr(error, "param", None) is not None else []
-    if given:
-        return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
-    what = getattr(error, "message", "") or error.format_message()
-    near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
+    # Only the parser's error for an unknown option has possibilities.
+    if context is None or not hasattr(error, "possibilities"):
+        return ConfigError(error.format_message().rstrip("."), fix=help_text)
+    near = [name for name in error.possibilities or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
-    # Only the parser's error for an unknown option has this attribute.
-    if hasattr(error, "possibilities") and context is not None:
-        nearest = _suggest_instead(error.option_name, context.command.params, is_last=not near) or nearest
-    return ConfigError(what.rstrip("."), fix=nearest + help_text)
+    nearest = _suggest_instead(error.option_name, context.command.params, is_last=not near) or nearest
+    return ConfigError(error.message.rstrip("."), fix=nearest + help_text)
 
 
 def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> str:
@@ -300,80 +283,48 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 
-def _format_expectation(message: str) -> str:
-    expected = next((ours for theirs, ours in EXPECTED.items() if theirs in message), "")
-    return f"expected {expected}" if expected else message.replace("Input should be", "it must be")
+# --- options of a run's workload ---
 
 
-def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
-    """Yield every occurrence of the option, as written."""
-    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
-    names = {*parameter.opts, *parameter.secondary_opts}
-    for index, argument in enumerate(arguments[:stop]):
-        name, equals, _ = argument.partition("=")
-        if name in names:
-            # `--lr 0.1` is two arguments, `--lr=0.1` and `--strict` one.
-            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
-            yield f"{argument} {arguments[index + 1]}" if has_value else argument
+def add_workload_options(name: str, command: Callable[..., None], argv: Sequence[str]) -> Callable[..., None]:
+    """Add the options of the run's workload to `evaluate` or `predict`, which finds them by name in `context.obj`.
 
+    The command refuses options of other families by their name, so the parser knows these, too.
+    """
+    from halfstep_train.workloads import KINDS
 
-# --- parsing of commands ---
+    workload = find_workload(argv, trust="--trust" in argv)
+    own = find_options(KINDS.of(workload), name) if workload else ()
+    panels = {one.name: (one, kind.task) for kind in KINDS.list_translators() for one in find_options(kind, name)}
+    panels |= {one.name: (one, workload) for one in own}
 
+    def call(context: typer.Context, **given: Any) -> None:
+        values = {key: given.pop(f"option_{key}") for key in panels}
+        context.obj = {key: value for key, value in values.items() if value is not None}
+        command(context, **given)
 
-class OnceCommand(TyperCommand):
-    """A command that refuses a flag with two different values, unless the flag may be repeated."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # a shell asks for completions: the line may still be wrong
-            return super().parse_args(ctx, args)
-        for parameter in self.params:
-            if parameter.param_type_name == "option" and not parameter.multiple:
-                refuse_conflict(list(find_occurrences(args, parameter)))
-        arguments = list(args)  # parsing empties the list
-        try:
-            return super().parse_args(ctx, args)
-        except USAGE_ERROR as error:
-            raise explain_usage_error(error, arguments, ctx) from None
-
-
-def refuse_conflict(given: Sequence[str]) -> None:
-    """Raise ConfigError if one flag was given two values."""
-    # The same value twice is harmless.
-    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
-    if len(different) > 1:
-        raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
-
-
-class RunCommand(OnceCommand):
-    """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remove and check the options of the run's workload, then parse the rest."""
-        if ctx.resilient_parsing:
-            return super().parse_args(ctx, args)
-        from halfstep_train.workloads import KINDS
-
-        command = str(self.name)  # evaluate or predict
-        workload = find_workload(args, trust="--trust" in args)
-        own = find_options(KINDS.of(workload), command) if workload else ()
-        families = list(KINDS.list_translators())
-        # Recognise the options of all families: the command refuses foreign ones and lists this workload's options.
-        known = {option.flag: option for kind in families for option in find_options(kind, command)}
-        known |= {option.flag: option for option in own}
-        if workload or not {"-h", "--help"} & set(args):
-            self.help = f"{self.help}\n\n{format_options(own, f'Options of {workload}')}" if own else self.help
-        else:
-            texts = [format_options(find_options(kind, command), f"Options of {kind.task}") for kind in families]
-            self.help = "\n\n".join(filter(None, [self.help, *texts]))
-        rest, given = extract_options(args, known)
-        ctx.obj = given
-        try:
-            return super().parse_args(ctx, rest)
-        except ConfigError as error:
-            # The parser does not know the workload's options, so list them here.
-            if own and "no such option" in error.what.lower():
-                error.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {error.fix}"
-            raise
+    signature = inspect.signature(command, eval_str=True)
+    more = [
+        inspect.Parameter(
+            f"option_{key}",  # `--class` would be no name of a parameter
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                bool | None if one.type is bool else str | None,
+                option(
+                    one.help + (f" (default {one.default})" if one.default else ""),
+                    one.flag,
+                    panel=f"Options of {title}",
+                    hidden=bool(workload) and one not in own,
+                    metavar=None if one.type is bool else one.type.__name__.upper(),
+                ),
+            ],
+        )
+        for key, (one, title) in panels.items()
+    ]
+    call.__doc__ = command.__doc__
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
+    return call
 
 
 def find_workload(args: Sequence[str], *, trust: bool) -> str:
@@ -395,44 +346,6 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
     return ""
 
 
-def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments without the families' options, and those options by name."""
-    rest: list[str] = []
-    values: dict[str, Any] = {}
-    given: dict[str, list[str]] = {}
-    arguments: Iterator[str] = iter(args)
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        option = known.get(flag)
-        if argument == "--":
-            rest += [argument, *arguments]
-        elif option is None:
-            rest.append(argument)
-        else:
-            if option.type is bool:
-                if equals:
-                    raise ConfigError(f"{argument}: {flag} takes no value", fix=flag)
-                value = "yes"
-            # Takes the next argument as the value.
-            elif not equals and (value := next(arguments, "")) == "":
-                raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
-            values[option.name] = True if option.type is bool else value
-            given.setdefault(flag, []).append(f"{flag} {value}")
-            refuse_conflict(given[flag])
-    return rest, values
-
-
 def find_options(kind: Kind, command: str) -> tuple[Option, ...]:
     declared = kind.evaluate if command == "evaluate" else kind.predict
     return declared.options if declared else ()
-
-
-def format_options(options: Sequence[Option], title: str) -> str:
-    """Format options for the help text, one paragraph each."""
-    return "\n\n".join([f"{title}:", *(format_option(option) for option in options)]) if options else ""
-
-
-def format_option(option: Option) -> str:
-    value = "" if option.type is bool else f" {option.type.__name__.upper()}"
-    default = "" if option.default in (None, False, "") else f" (default {option.default})"
-    return f"    {option.flag}{value}  {option.help}{default}"

@@ -21,7 +21,6 @@ from halfstep_train.report.page.read_run import SAMPLES, RunRecord, describe_pro
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete_run)],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     wants_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
@@ -52,7 +51,7 @@ def command(
     hint = Text("Ctrl-C exits; the run continues", style="dim")
     with Live(Group(table, hint), console=console, auto_refresh=False) as live:
         while not is_over(record):
-            time.sleep(every)
+            time.sleep(EVERY_S)
             record = read_run(run)
             with explain_bad_records(record):
                 table = build_table(record, collect_facts(record))
@@ -60,8 +59,8 @@ def command(
     return None
 
 
-BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 48
+EVERY_S = 1.0
+"""Seconds between updates."""
 RECORDED = ("step", "total_steps", "left_s", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
@@ -115,7 +114,7 @@ def summarise_watch(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
-    """Build the table of the facts, with curves."""
+    """Build the table of the facts."""
     train, val = run.select_kind("train"), run.select_kind("val")
     metric = run.metric
     lines = {"run": facts["run"], "state": facts["state"], "step": "none recorded yet"}
@@ -148,16 +147,7 @@ def _list_loss_keys(run: RunRecord) -> list[str]:
 
 def _format_latest(records: list[dict[str, Any]], key: str) -> str:
     values = [record[key] for record in records if key in record]
-    return f"{values[-1]:.4f}  {draw_sparkline(values)}" if values else ""
-
-
-def draw_sparkline(values: list[float]) -> str:
-    """Draw the newest values as bars; empty if there is only one."""
-    finite = [value for value in values[-WIDTH:] if value == value and abs(value) != float("inf")]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    if len(finite) < 2 or low == high:
-        return ""
-    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in finite)
+    return f"{values[-1]:.4f}" if values else ""
 
 
 def is_over(run: RunRecord) -> bool:

@@ -15,7 +15,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.names import MIXED, normalise_precision
 from halfstep_train.config.aliases import PRECISION_KEYS
 from halfstep_train.config.section import parse_scalar
-from halfstep_train.config.statements import Layer, Origin, Statement
+from halfstep_train.config.statements import Origin, Statement
 
 HALF_TYPES = ("bf16", "fp16")
 """The candidates for `use_amp: true` without a type, the safer one first."""
@@ -51,20 +51,9 @@ class PrecisionKeys:
             raise make_disagreement(earlier, statement)
 
 
-SAME_PLACE: dict[Layer, str] = {
-    "flag": "both are flags of this command",
-    "override": "both are KEY=VALUE settings of this command",
-    "file": "both are in the same config",
-    "preset": "both are in the same preset",
-    "demo": "both are settings of the demo",
-    "launcher": "both are the launcher's",
-    "default": "both are defaults",
-}
-
-
 def make_disagreement(one: Statement, other: Statement) -> ConfigError:
     """Return the error for two statements of one layer that contradict each other."""
-    why = SAME_PLACE[one.origin.layer] + ", so neither wins over the other"
+    why = f"both are of the same layer ({one.origin.layer}), so neither wins over the other"
     return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 

@@ -96,27 +96,19 @@ def choose_pack_path(root: Path, size: int) -> Path:
     return root / f".halfstep-{size}.pack"
 
 
-def list_packed_sizes(root: Path) -> list[int]:
-    """Return the sizes of the packs inside the folder."""
-    parts = (path.name.removeprefix(".halfstep-").removesuffix(".pack") for path in root.glob(".halfstep-*.pack"))
-    return sorted(int(part) for part in parts if part.isdecimal())
-
-
 def open_or_pack(
     folder: ImageFolder,
     path: Path,
     settings: PackSettings,
     *,
     progress: OnProgress | None = None,
-    force: bool = False,
 ) -> Pack:
-    """Open the cache at `path` if it is intact and fits the folder; otherwise, or with `force`, pack the folder."""
+    """Open the cache at `path` if it is intact and fits the folder; otherwise pack the folder."""
     file, _ = open_or_write(
         path,
         PACKED,
         fingerprint_folder(folder, settings),
         lambda writer: _pack(folder, settings, writer, progress),
-        force=force,
     )
     return _map_images(file)
 
@@ -159,11 +151,6 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     return fingerprint_files(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
-def explain_stale(pack: Pack, folder: ImageFolder, settings: PackSettings) -> str:
-    """Explain why training on the folder would rebuild a cache; empty if it would not."""
-    if pack.made_from == fingerprint_folder(folder, settings):
-        return ""
-    return "its images, their split or the settings (size, on-bad-file) changed since it was packed"
 
 
 def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:

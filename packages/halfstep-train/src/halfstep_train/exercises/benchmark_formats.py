@@ -23,7 +23,7 @@ from halfstep_train.data.loader import TensorSamples
 from halfstep_train.exercises import Claim, Story
 from halfstep_train.use.compare import CompareRequest, Say, create_comparison, run_comparison
 from halfstep_train.use.compare_run import ComparedRow, train_row
-from halfstep_train.use.compare_table import TableLine, build_lines, collect_notes, draw_comparison
+from halfstep_train.use.compare_table import TableLine, build_lines, collect_notes
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Workload
@@ -39,9 +39,7 @@ MARGIN = 0.03
 EXPECTED = "1.5 to 2 times as fast, half the memory, accuracy within 0.5 points"
 
 
-def run(
-    folder: Path, *, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most_s: float = MOST_S, say: Say
-) -> Story:
+def run(*, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most_s: float = MOST_S, say: Say) -> Story:
     """Train the CNN in each format with several seeds and compare them."""
     hardware = probe("auto")
     simulates = hardware.kind == "cpu"
@@ -56,8 +54,6 @@ def run(
         place, comparison = create_comparison(request, Path(scratch) / "comparison")
         run_comparison(place, comparison, say)
     lines = build_lines(comparison)
-    picture = folder / "exercise1.png"
-    draw_comparison(lines, comparison.metric, picture)
     verdicts = comparison.judge()
     return Story(
         title="Exercise 1: benchmark fp32, fp16 and bf16",
@@ -68,8 +64,7 @@ def run(
             for name, found in verdicts.items()
         ],
         comments=[*collect_notes(comparison), *_explain_differences(lines, simulates=simulates, device=hardware.name)],
-        picture=picture,
-        numbers={"accuracy": {line.name: list(line.values) for line in lines}},
+        numbers={"accuracy": {line.row: list(line.values) for line in lines}},
     )
 
 
@@ -94,7 +89,7 @@ def _format_cells(line: TableLine, baseline: TableLine) -> tuple[str, ...]:
     speed, first = line.samples_per_s, baseline.samples_per_s
     mean = statistics.mean(line.values)
     return (
-        line.name,
+        line.row,
         f"{speed:,.0f} samples/s" if speed else "simulated",
         f"{speed / first:.2f}x" if speed and first else "",
         format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "",
@@ -103,15 +98,10 @@ def _format_cells(line: TableLine, baseline: TableLine) -> tuple[str, ...]:
     )
 
 
-def _find_largest_gap(lines: list[TableLine]) -> float:
-    """Return the largest difference in mean accuracy from the first format."""
-    means = [statistics.mean(line.values) for line in lines]
-    return max(abs(mean - means[0]) for mean in means)
-
-
 def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str) -> list[str]:
     """Explain how and why this machine differs from the expectation."""
-    gap = 100 * _find_largest_gap(lines)
+    means = [statistics.mean(line.values) for line in lines]
+    gap = 100 * max(abs(mean - means[0]) for mean in means)
     expected = f"often expected: {EXPECTED}"
     if simulates:
         return [
@@ -125,7 +115,7 @@ def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str
     ratio = (half.samples_per_s or 1) / (first.samples_per_s or 1)
     comments = [
         expected,
-        f"measured here: {ratio:.2f} times as fast in {half.name}, accuracy within {gap:.1f} points",
+        f"measured here: {ratio:.2f} times as fast in {half.row}, accuracy within {gap:.1f} points",
     ]
     if ratio < 1.5:
         comments.append(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from halfstep_train.exercises import Claim, Story
-from halfstep_train.report.picture_file import BAD, FAINT, GOOD, make_figure, save_figure
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class KeptPart:
     why: str
 
 
-def run(folder: Path) -> Story:
+def run() -> Story:
     """Measure each computation in fp32 and in a half format."""
     parts = [
         measure_softmax(),
@@ -35,8 +35,6 @@ def run(folder: Path) -> Story:
         measure_noise_schedule(),
         measure_master_weights(),
     ]
-    picture = folder / "exercise3.png"
-    _draw(parts, picture)
     return Story(
         title="Exercise 3: what stays in fp32, and why",
         titles=("part", "in half", "what breaks", "error fp32", "error half"),
@@ -46,65 +44,62 @@ def run(folder: Path) -> Story:
             "errors are relative to fp64; halfstep keeps these in fp32 in every precision: regions of the model as "
             "islands, and the weights that the optimizer updates"
         ],
-        picture=picture,
         numbers={p.name: {"fp32": p.error_fp32, "half": p.error_half} for p in parts},
     )
 
 
 def measure_softmax() -> KeptPart:
     """Sum 4096 small terms: in bf16 the sum stops growing when a term is below half its spacing."""
-    logits = torch.randn(8, 4096, generator=_make_generator(), dtype=torch.float64)
 
-    def compute_sums(x: Tensor) -> Tensor:
-        powers = (x - x.max(1, keepdim=True).values).exp()
-        return _sum_one_by_one(powers)
+    def compute_sums(logits: Tensor) -> Tensor:
+        terms = (logits - logits.max(1, keepdim=True).values).exp()
+        total = torch.zeros(len(terms), dtype=terms.dtype)
+        for column in terms.unbind(1):  # as a kernel without a wider accumulator does
+            total = total + column
+        return total
 
-    wrong = _compute_error(compute_sums(logits.bfloat16()), compute_sums(logits))
-    return KeptPart(
-        name="softmax sums",
-        format="bf16",
-        error_fp32=_compute_error(compute_sums(logits.float()), compute_sums(logits)),
-        error_half=wrong,
-        seen=f"the sum over 4,096 terms is {wrong:.0%} too small",
+    return _measure(
+        "softmax sums",
+        "bf16",
+        compute_sums,
+        torch.randn(8, 4096, generator=_make_generator(), dtype=torch.float64),
+        describe=lambda found, exact: f"the sum over 4,096 terms is {_compute_error(found, exact):.0%} too small",
         why="a running sum in bf16 stops growing once a term is below half its spacing",
     )
 
 
 def measure_layer_norm() -> KeptPart:
     """Compute a variance: squares of activations above 256 exceed fp16's largest number."""
-    x = torch.randn(4, 1024, generator=_make_generator(), dtype=torch.float64) * 400
 
     def compute_variance(values: Tensor) -> Tensor:
         centred = values - values.mean(1, keepdim=True)
         return (centred * centred).sum(1) / values.shape[1]
 
-    found = compute_variance(x.half())
-    return KeptPart(
-        name="variance of a norm",
-        format="fp16",
-        error_fp32=_compute_error(compute_variance(x.float()), compute_variance(x)),
-        error_half=_compute_error(found, compute_variance(x)),
-        seen=f"{int(found.isinf().sum())} of {len(found)} variances are infinite",
+    return _measure(
+        "variance of a norm",
+        "fp16",
+        compute_variance,
+        torch.randn(4, 1024, generator=_make_generator(), dtype=torch.float64) * 400,
+        describe=lambda found, _: f"{int(found.isinf().sum())} of {len(found)} variances are infinite",
         why="squares of activations above 256 exceed 65504, so the normalised output is 0",
     )
 
 
 def measure_dice() -> KeptPart:
     """Compute Dice, which sums over all pixels of a batch."""
-    probabilities = torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64)
-    mask = (torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64) > 0.5).double()
 
     def compute_dice(p: Tensor, m: Tensor) -> Tensor:
         inter, sets = (p * m).sum(dtype=p.dtype), p.sum(dtype=p.dtype) + m.sum(dtype=m.dtype)
         return 2 * inter / sets
 
-    exact, found = compute_dice(probabilities, mask), compute_dice(probabilities.half(), mask.half())
-    return KeptPart(
-        name="Dice sums",
-        format="fp16",
-        error_fp32=_compute_error(compute_dice(probabilities.float(), mask.float()), exact),
-        error_half=_compute_error(found, exact),
-        seen=f"Dice is {float(found):g} instead of {float(exact):.4f}",
+    probabilities, draws = torch.rand(2, 4, 256, 256, generator=_make_generator(), dtype=torch.float64)
+    return _measure(
+        "Dice sums",
+        "fp16",
+        compute_dice,
+        probabilities,
+        (draws > 0.5).double(),
+        describe=lambda found, exact: f"Dice is {float(found):g} instead of {float(exact):.4f}",
         why="a sum over 262,144 pixels exceeds 65504, and infinity divided by infinity is NaN",
     )
 
@@ -112,18 +107,12 @@ def measure_dice() -> KeptPart:
 def measure_noise_schedule() -> KeptPart:
     """Compute the linear DDPM schedule: in bf16 the first steps add no noise."""
     betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
-    kept = (1 - betas).cumprod(0)
-
-    def compute_sigma(alpha_bar: Tensor) -> Tensor:
-        return (1 - alpha_bar).sqrt()[:10]
-
-    found = compute_sigma(kept.bfloat16())
-    return KeptPart(
-        name="noise schedule",
-        format="bf16",
-        error_fp32=_compute_error(compute_sigma(kept.float()), compute_sigma(kept)),
-        error_half=_compute_error(found, compute_sigma(kept)),
-        seen=f"{int((found == 0).sum())} of the first 10 timesteps add no noise",
+    return _measure(
+        "noise schedule",
+        "bf16",
+        lambda alpha_bar: (1 - alpha_bar).sqrt()[:10],
+        (1 - betas).cumprod(0),
+        describe=lambda found, _: f"{int((found == 0).sum())} of the first 10 timesteps add no noise",
         why="close to 1 bf16 has a spacing of 0.0039 to 0.0078, so 1 - alpha_bar is rounded away",
     )
 
@@ -131,29 +120,44 @@ def measure_noise_schedule() -> KeptPart:
 def measure_master_weights() -> KeptPart:
     """Apply 1,000 updates of 0.0001 each: in bf16 the weight never changes."""
 
-    def train_weight(dtype: torch.dtype) -> Tensor:
-        weight = torch.ones((), dtype=dtype)
+    def train_weight(update: Tensor) -> Tensor:
+        weight = torch.ones_like(update)
         for _ in range(1000):
-            weight = weight + torch.tensor(1e-4, dtype=dtype)
+            weight = weight + update
         return weight - 1
 
-    exact, found = train_weight(torch.float64), train_weight(torch.bfloat16)
-    return KeptPart(
-        name="master weights",
-        format="bf16",
-        error_fp32=_compute_error(train_weight(torch.float32), exact),
-        error_half=_compute_error(found, exact),
-        seen=f"after 1,000 updates of 0.0001 the weight moved by {float(found):g}, not {float(exact):.4f}",
+    return _measure(
+        "master weights",
+        "bf16",
+        train_weight,
+        torch.tensor(1e-4, dtype=torch.float64),
+        describe=lambda found, exact: (
+            f"after 1,000 updates of 0.0001 the weight moved by {float(found):g}, not {float(exact):.4f}"
+        ),
         why="w + update == w if the update is below half the spacing of w",
     )
 
 
-def _sum_one_by_one(terms: Tensor) -> Tensor:
-    """Sum in the format of the terms, as a kernel without a wider accumulator does."""
-    total = torch.zeros(len(terms), dtype=terms.dtype)
-    for column in terms.unbind(1):
-        total = total + column
-    return total
+def _measure(
+    name: str,
+    half: str,
+    compute: Callable[..., Tensor],
+    *values: Tensor,
+    describe: Callable[[Tensor, Tensor], str],
+    why: str,
+) -> KeptPart:
+    """Compute in fp64, fp32 and the half format from the same fp64 values."""
+    exact, single, found = (
+        compute(*(value.to(dtype) for value in values)) for dtype in (torch.float64, torch.float32, HALF[half])
+    )
+    return KeptPart(
+        name=name,
+        format=half,
+        error_fp32=_compute_error(single, exact),
+        error_half=_compute_error(found, exact),
+        seen=describe(found, exact),
+        why=why,
+    )
 
 
 def _compute_error(found: Tensor, exact: Tensor) -> float:
@@ -164,18 +168,3 @@ def _compute_error(found: Tensor, exact: Tensor) -> float:
 
 def _make_generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def _draw(parts: list[KeptPart], path: Path) -> None:
-    """Draw the errors in fp32 and in the half format."""
-    figure = make_figure((8.4, 3.6))
-    axes = figure.subplots()
-    places: Callable[[float], list[float]] = lambda shift: [index + shift for index in range(len(parts))]  # noqa: E731
-    axes.barh(places(0.2), [max(p.error_half, 1e-10) for p in parts], height=0.36, color=BAD, label="half")
-    axes.barh(places(-0.2), [max(p.error_fp32, 1e-10) for p in parts], height=0.36, color=GOOD, label="fp32")
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(parts)), [f"{p.name} ({p.format})" for p in parts])
-    axes.invert_yaxis()
-    axes.set_title("largest relative error against fp64", loc="left", fontsize=10, color=FAINT)
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above: bars fill the axes
-    save_figure(figure, path)

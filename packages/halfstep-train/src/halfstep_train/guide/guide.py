@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import select
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from rich.console import Console
 from rich.rule import Rule
@@ -31,6 +32,7 @@ from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep_train.config.schema import is_import_path
+from halfstep_train.config.section import count_cores
 from halfstep_train.config.statements import read_file_statements
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
@@ -51,8 +53,6 @@ class Question:
     text: str
     choices: Mapping[str, str] = field(default_factory=dict)
     """Explanation by name; empty if any text is allowed."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Synonyms of choices."""
     default: str = NO_DEFAULT
     empty_means: str = ""
     """What an empty answer means, if not the default."""
@@ -61,30 +61,15 @@ class Question:
         """Return the choice for an answer: a name, a number or the beginning of a name; free text is returned as is."""
         if not self.choices:
             return answer
-        names, text = list(self.choices), answer.lower().replace(" ", "")
-        text = self.aliases.get(text, text)
+        names, text = list(self.choices), answer.lower()
         if text.isdigit() and 1 <= int(text) <= len(names):
             return names[int(text) - 1]
-        squeezed = {name.replace(" ", ""): name for name in names}
-        matching = [name for short, name in squeezed.items() if short == text or text and short.startswith(text)]
-        matching = [squeezed[text]] if text in squeezed else matching
+        matching = [name for name in names if name == text] or [
+            name for name in names if text and name.startswith(text)
+        ]
         if len(matching) != 1:
             raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
         return matching[0]
-
-
-class Asker(Protocol):
-    """Gets the answer to a question; `check` converts it to a value or raises a HalfstepError with the reason."""
-
-    @property
-    def is_watched(self) -> bool:
-        """True if a person sees the output while answering."""
-        ...
-
-    def ask(self, question: Question, check: Callable[[str], Value]) -> Value: ...
-
-    def finish(self) -> None:
-        """End the conversation; raise if there are answers to questions that do not apply."""
 
 
 class Prompt:
@@ -116,12 +101,7 @@ class Prompt:
         # readline would delay a Ctrl-C until the next key: wait for input in short intervals instead.
         while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:
             pass
-        try:
-            line = self.lines.readline()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{question.key}: the answer is not {error.encoding} text", fix=f"answer in {error.encoding}"
-            ) from error
+        line = self.lines.readline()
         if not line:
             print()
             raise Interrupted(
@@ -163,13 +143,8 @@ class Scripted:
             )
 
 
-def parse_path(answer: str) -> Path:
-    """Parse an answer as a path and expand ~."""
-    try:
-        answer.encode()  # a name that is not valid text cannot be written to a config
-        return Path(answer).expanduser()
-    except (RuntimeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{answer!r} is not a usable path", why=str(error), fix="give another path") from error
+Asker = Prompt | Scripted
+"""Gets the answer to a question; `check` converts it to a value or raises a HalfstepError with the reason."""
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
@@ -219,7 +194,6 @@ TASK = Question(
         **{task: entry.about for task, (entry, _) in FAMILIES.items()},
         "own": "a custom workload, by import path pkg.module:KIND or pkg.module:build",
     },
-    aliases={next(iter(entry.models)): task for task, (entry, _) in FAMILIES.items() if len(entry.models) == 1},
     default=next(iter(FAMILIES)),
 )
 MODEL = Question(
@@ -240,7 +214,6 @@ GOAL = Question(
         "lowmem": "little memory",
         "stable": "no surprises: strict fp32",
     },
-    aliases={"lowmemory": "lowmem", "memory": "lowmem", "low-memory": "lowmem", "low_memory": "lowmem"},
     default="fast",
 )
 PICK = Question(key="pick", text="Which one?", default="1")
@@ -249,7 +222,6 @@ START = Question(
     key="start",
     text="Start the training now?",
     choices={"no": "only write the file", "yes": "start"},
-    aliases={"true": "yes", "false": "no"},
     default="no",
 )
 QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
@@ -261,64 +233,45 @@ def add_task(answers: Mapping[str, str]) -> Mapping[str, str]:
     return {TASK.key: task, **answers} if task else answers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Where the training will run."""
+def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None, scratch: Path) -> tuple[Path, bool]:
+    """Ask, suggest and write a config; return its path, and whether to start it.
 
-    hardware: Hardware
-    num_cores: int
-    device: str | None = None
-    """As given by the user; None: chosen by halfstep."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GuideResult:
-    """The result of the conversation; the file has been written."""
-
-    file: Path
-    command: str
-    start: bool
-
-
-def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> GuideResult:
-    """Ask, suggest and write. `scratch` is a folder for demo data and pictures that the caller removes."""
-    show_machine(console, machine)
-    workload = _ask_workload(asker, machine)
+    `scratch` is a folder for demo data and pictures that the caller removes; `device` is as given by the user.
+    """
+    num_cores = count_cores()
+    show_machine(console, hardware, num_cores)
+    workload = _ask_workload(asker, hardware)
     data_dir, data = _ask_data(asker, console, workload, scratch)
     goal = asker.ask(GOAL, str)
     situation = Situation(
-        workload=workload,
-        goal=goal,
-        hardware=machine.hardware,
-        num_cores=machine.num_cores,
-        data=data,
-        data_dir=data_dir,
-        device=machine.device,
-    )
+        workload=workload, goal=goal, hardware=hardware, num_cores=num_cores, data=data, data_dir=data_dir,
+        device=device,
+    )  # fmt: skip
     chosen = _ask_choice(asker, console, situation)
     file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
     # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
-    files = {file: chosen.to_yaml().encode()}
+    files = [file]
+    file.write_text(chosen.to_yaml(), encoding="utf-8")
     if data is not None:
-        files[find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")] = _get_grid_path(
-            scratch
-        ).read_bytes()
-    write_new(files)
-    command = suggest_command("train", file)
-    _show_outcome(console, tuple(files), command)
-    return GuideResult(file=file, command=command, start=start)
+        files.append(find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png"))
+        shutil.copyfile(_get_grid_path(scratch), files[-1])
+    console.print()
+    console.print(Text(f"Wrote {', '.join(map(str, files))}", style="green"), soft_wrap=True)
+    console.print(Text("Train with:"))
+    console.print(Text(f"  {suggest_command('train', file)}", style="bold"), soft_wrap=True)
+    return file, start
 
 
-def _ask_workload(asker: Asker, machine: Machine) -> str:
+def _ask_workload(asker: Asker, hardware: Hardware) -> str:
     task = asker.ask(TASK, str)
     if task == "own":
         return asker.ask(WORKLOAD, check_own_workload)
     entry, usual = FAMILIES[task]
     if len(entry.models) == 1:
         return next(iter(entry.models))
-    default = entry.usual_on_cpu if machine.hardware.kind == "cpu" else usual
+    default = entry.usual_on_cpu if hardware.kind == "cpu" else usual
     return asker.ask(dataclasses.replace(MODEL, choices=entry.models, default=default), str)
 
 
@@ -337,7 +290,7 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
         with console.status("reading the data"):
             if not answer:
                 return inspect_demo(workload, scratch / "demo")
-            return inspect_data(workload, make_absolute(parse_path(answer)))
+            return inspect_data(workload, make_absolute(os.path.expanduser(answer)))
 
     kind = KINDS.of(workload)
     if kind.guide is None:
@@ -351,12 +304,12 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     if asker.is_watched:
         console.print(Text(f"A picture of a few samples: {grid}"), soft_wrap=True)
         console.print(Text("  (a temporary file; it is saved next to your config at the end)", style="dim"))
-    return (None if found.source == "demo" else str(found.folder)), found
+    return (None if found.is_demo else str(found.folder)), found
 
 
 def check_folder(answer: str) -> str:
     """Check that a folder exists; only the custom workload can read its content."""
-    folder = make_absolute(parse_path(answer))
+    folder = make_absolute(os.path.expanduser(answer))
     if not answer or not folder.is_dir():
         raise DataError(
             f"data: there is no folder {answer!r}", why="a custom workload has no demo data", fix="give a data folder"
@@ -386,20 +339,16 @@ def _summarise(one: Suggestion, num_train: int) -> str:
 
 def check_new_file(answer: str) -> Path:
     """Check the name of a new config file, which `halfstep train` must recognise as a file."""
-    path = parse_path(answer)
+    path = Path(os.path.expanduser(answer))
     if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
         raise ConfigError(
             f"file: {answer!r} is not a valid config file name", fix="use NAME.yaml, without = and without a leading -"
         )
-    try:
-        is_taken, has_folder = path.exists(), path.parent.is_dir()
-    except OSError as error:
-        raise ConfigError(f"file: {answer}: {error.strerror}", fix="choose another name") from error
-    if is_taken:
+    if os.path.exists(path):
         raise ConfigError(
             f"file: {answer} exists already", why="files are never overwritten", fix="choose another name"
         )
-    if not has_folder:
+    if not os.path.isdir(path.parent):
         raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
     return path
 
@@ -413,37 +362,13 @@ def _get_grid_path(scratch: Path) -> Path:
     return scratch / "samples.png"
 
 
-def write_new(files: Mapping[Path, bytes]) -> None:
-    """Write all of these new files or none."""
-    made: list[Path] = []
-    try:
-        for path, content in files.items():
-            with path.open("xb") as file:
-                made.append(path)
-                file.write(content)
-    except BaseException as error:
-        for path in made:
-            path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another folder") from error
-        raise
-
-
-def show_machine(console: Console, machine: Machine) -> None:
-    hardware = machine.hardware
+def show_machine(console: Console, hardware: Hardware, num_cores: int) -> None:
     advice = advise(hardware)
     rows = [
         *(row for row in describe_identity(hardware) if row[0] in ("architecture", "memory")),
-        ("CPU cores", str(machine.num_cores)),
+        ("CPU cores", str(num_cores)),
         ("precision", advice.headline),
         *(("warning", warning) for warning in advice.warnings),
     ]
     console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
     console.print(make_pairs_table(rows))
-
-
-def _show_outcome(console: Console, files: tuple[Path, ...], command: str) -> None:
-    console.print()
-    console.print(Text(f"Wrote {', '.join(map(str, files))}", style="green"), soft_wrap=True)
-    console.print(Text("Train with:"))
-    console.print(Text(f"  {command}", style="bold"), soft_wrap=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -17,7 +16,6 @@ from halfstep_train.workloads import KINDS, from_dict
 from halfstep_train.workloads.base.guiding import Guiding, OpenedData, spread_indices
 from halfstep_train.workloads.base.other_data import use_folder
 
-DataOrigin = Literal["folder", "demo"]
 DECODE_FILES, DECODE_S = 32, 1.0
 """Most files and seconds spent on measuring the decoding speed."""
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
@@ -29,35 +27,31 @@ CELL, GAP, BAND = 160, 6, 20
 class DataSummary:
     """What a data folder holds."""
 
-    source: DataOrigin
     folder: Path
-    num_train: int
-    num_val: int
-    classes: tuple[str, ...]
-    counts: tuple[int, ...]
-    """Training samples per class; empty for masks, where one image has many classes."""
-    store: Mapping[str, Any]
-    """Facts about the data that a model needs, as a run stores them."""
+    opened: OpenedData
     decoded_per_s: float
     """Samples per second that one process reads, measured."""
-    on_bad_file: OnBadFile
-    notes: tuple[str, ...]
-    pictures: tuple[tuple[str, Image.Image], ...]
-    sides: tuple[int, int] | None = None
-    """Width and height of the median image; None if not determined."""
-    about: tuple[tuple[str, str], ...] = ()
-    remarks: tuple[tuple[str, str], ...] = ()
-    """Both as in OpenedData."""
+    is_demo: bool = False
+    on_bad_file: OnBadFile = "error"
+    pictures: tuple[tuple[str, Image.Image], ...] = ()
+
+    @property
+    def num_train(self) -> int:
+        return len(self.opened.train)
+
+    @property
+    def num_val(self) -> int:
+        return len(self.opened.val)
 
 
 def inspect_data(workload: str, folder: Path) -> DataSummary:
     """Read a folder as training would; if only single files are bad, skip them and note it."""
     try:
-        return _inspect(workload, folder, "folder", "error")
+        return _inspect(workload, folder)
     # Try again without the bad files; if that fails too, the first error is the better explanation.
     except DataError as first:
         try:
-            return _inspect(workload, folder, "folder", "skip")
+            return _inspect(workload, folder, on_bad_file="skip")
         except DataError:
             raise first from None
     except OSError as error:
@@ -68,24 +62,27 @@ def inspect_demo(workload: str, folder: Path) -> DataSummary:
     """Write the demo data of a workload to `folder` and inspect them."""
     if not folder.exists():
         KINDS.of(workload).write_demo(workload, folder, seed=0)
-    return _inspect(workload, folder, "demo", "error")
+    return _inspect(workload, folder, is_demo=True)
 
 
 def describe_data(data: DataSummary) -> list[tuple[str, str]]:
     """Return what was found, as names and values."""
-    sizes = [f"{name} ({count})" for name, count in zip(data.classes, data.counts, strict=False)] or data.classes
+    opened = data.opened
+    sizes = [f"{name} ({count})" for name, count in zip(opened.classes, opened.counts, strict=False)] or opened.classes
     rows = [
-        ("folder", "demo data, generated" if data.source == "demo" else str(data.folder)),
+        ("folder", "demo data, generated" if data.is_demo else str(data.folder)),
         ("samples", f"{data.num_train:,} for training, {data.num_val:,} for validation"),
-        *([("images", f"{data.sides[0]}×{data.sides[1]} pixels (median)")] if data.sides else []),
-        *(data.about or [("classes", f"{len(data.classes)}: {list_some(sizes, 12)}")]),
+        *([("images", f"{opened.sides[0]}×{opened.sides[1]} pixels (median)")] if opened.sides else []),
+        *(opened.about or [("classes", f"{len(opened.classes)}: {list_some(sizes, 12)}")]),
         ("reading", f"{data.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
-    if data.counts and max(data.counts) > 10 * min(data.counts):
-        ratio = max(data.counts) / min(data.counts)
+    if opened.counts and max(opened.counts) > 10 * min(opened.counts):
+        ratio = max(opened.counts) / min(opened.counts)
         rows.append(("balance", f"the largest class has {ratio:.0f} times as many samples as the smallest"))
     if data.on_bad_file == "skip":
-        rows.append(("bad files", f"{len(data.notes)} left out (data.on_bad_file: skip): {list_some(data.notes, 3)}"))
+        rows.append(
+            ("bad files", f"{len(opened.notes)} left out (data.on_bad_file: skip): {list_some(opened.notes, 3)}")
+        )
     return rows
 
 
@@ -102,28 +99,19 @@ def save_grid(data: DataSummary, path: Path) -> None:
     sheet.save(path, format="PNG")
 
 
-def _inspect(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataSummary:
+def _inspect(workload: str, folder: Path, *, is_demo: bool = False, on_bad_file: OnBadFile = "error") -> DataSummary:
     """Open a folder with the workload's reader and collect what it holds."""
     # Without a folder the config uses the demo's image size.
-    config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
-    config = use_folder(config, folder, on_bad_file=on_bad_file)
+    config = from_dict(workload, {} if is_demo else {"data": {"dir": str(folder)}}).config
     family: Guiding = KINDS.of(workload).make_guide()
-    opened = family.open(config)
+    opened = family.open(use_folder(config, folder, on_bad_file=on_bad_file))
     return DataSummary(
-        source=source,
         folder=folder,
-        num_train=len(opened.train),
-        num_val=len(opened.val),
-        classes=opened.classes,
-        counts=opened.counts,
-        store=opened.store,
+        opened=opened,
         decoded_per_s=_measure_decoding(opened.train),
+        is_demo=is_demo,
         on_bad_file=on_bad_file,
-        notes=opened.notes,
         pictures=tuple(_draw_pictures(family, opened)),
-        sides=opened.sides,
-        about=opened.about,
-        remarks=opened.remarks,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from halfstep.errors import format_bytes, format_count, suggest_command
+from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
 from halfstep.hardware.device_facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
@@ -88,7 +88,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "unknown for a custom model: train.auto_batch halves the batch if necessary"))
     else:
-        cost = predict_step_cost(start, situation.data.store, situation.hardware, precision, planners)
+        cost = predict_step_cost(start, situation.data.opened.store, situation.hardware, precision, planners)
         size, size_facts = choose_batch(situation, preset, start, cost)
         trained = estimate_rate(situation, cost, precision)
         rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
@@ -117,21 +117,19 @@ def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
     if situation.data is not None and situation.data.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
     paths |= _choose_smaller(situation)
-    if values.get("train.fast") == "compile" and not _may_compile(situation.hardware):
-        paths["train.fast"] = "auto"
     return paths
 
 
 def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
     """Limit the image size to that of the data, with matching first layers; update `paths`, return the reason."""
     data, config = situation.data, _build_config(situation, preset, paths)
-    if data is None or data.sides is None or situation.is_demo:
+    if data is None or data.opened.sides is None or situation.is_demo:
         return []
-    side = choose_side(data.sides)
+    side = choose_side(data.opened.sides)
     if side >= config.data.image_size:
         return []
     paths |= KINDS.of(situation.workload).make_guide().suggest_for_side(config, side)
-    width, height = data.sides
+    width, height = data.opened.sides
     return [("image size", f"{side} pixels: the images have {width}×{height}, and upscaling adds nothing")]
 
 
@@ -139,11 +137,6 @@ def _choose_smaller(situation: Situation) -> dict[str, Any]:
     if situation.hardware.kind != "cpu" or situation.data is None or situation.is_demo:
         return {}
     return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
-
-
-def _may_compile(hardware: Hardware) -> bool:
-    is_old = hardware.capability is not None and hardware.capability < (7, 0)  # Triton needs sm_70 or newer
-    return hardware.kind in ("cuda", "rocm", "xpu") and not is_old
 
 
 def _choose_precision(situation: Situation, preset: str) -> str:
@@ -166,9 +159,6 @@ def _describe_speed(hardware: Hardware, precision: str) -> str:
     rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
     if rates:
         return f"{rates} fp32 (measured here on these operations; a whole training step gains less)"
-    published = hardware.find_speedup(precision)
-    if published is not None:
-        return f"published peak {published:.1f}x fp32, not measured here; a whole training step gains less"
     return "not measured"
 
 
@@ -179,7 +169,7 @@ def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tu
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"smaller than the default: {settings}"
     elif situation.data is not None and not situation.is_demo:
-        yield from situation.data.remarks
+        yield from situation.data.opened.remarks
 
 
 def _nest_settings(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +197,6 @@ FORWARD_SHARE = 1 / 3
 """Forward's share of a step: backward computes two products for each one of forward."""
 LARGEST_GROWTH = 4
 """Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
-TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +215,7 @@ class Situation:
 
     @property
     def is_demo(self) -> bool:
-        return self.data is not None and self.data.source == "demo"
+        return self.data is not None and self.data.is_demo
 
     @property
     def memory_bytes(self) -> int:
@@ -270,8 +259,6 @@ def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
         return f"{needed}; the memory size of this device is unknown"
     if not fits:
         return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; use a smaller data.image_size or model"
-    if fits > LARGEST_GROWTH * micro:
-        return f"{needed} of {format_bytes(memory)} free: far more than enough"
     return f"{needed}; {format_bytes(memory)} are free, enough for a batch of {fits:,} (an estimate)"
 
 
@@ -301,58 +288,47 @@ def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any]
     return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
 
 
-def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
+def choose_workers(
+    situation: Situation, start: RunConfig, trained_per_s: float | None
+) -> tuple[dict[str, Any], tuple[str, str]]:
     """Choose as many workers as the training rate needs, at most one per core."""
     data, cores = situation.data, situation.num_cores
     assert data is not None
     reading = f"one process reads {data.decoded_per_s:,.0f} samples/s (measured)"
     if situation.is_demo:
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
-    if trained.per_s is None:
+    if trained_per_s is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
     # Enough processes to read as fast as the device trains.
-    workers = max(1, min(cores, math.ceil(trained.per_s / data.decoded_per_s)))
-    fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
+    workers = max(1, min(cores, math.ceil(trained_per_s / data.decoded_per_s)))
+    fact = f"{workers} of {cores} cores: {reading}, the device "
+    fact += f"trains at most {trained_per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
     # A training step reaches a quarter to a half of the upper limit.
-    if workers * data.decoded_per_s < trained.per_s / 4 and data.counts:
+    if workers * data.decoded_per_s < trained_per_s / 4 and data.opened.counts:
         fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rate:
-    """The most samples per second that training may reach, and how they were determined."""
-
-    per_s: float | None
-    """None if nothing was measured."""
-    text: str
-
-
-def estimate_rate(situation: Situation, cost: StepCost, precision: str) -> Rate:
-    """Return the upper limit of the rate from the measured matmuls and convolutions."""
+def estimate_rate(situation: Situation, cost: StepCost, precision: str) -> float | None:
+    """Return the most samples per second, from the measured matmuls and convolutions; None if nothing was measured."""
     rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
-    if not rates:
-        return Rate(per_s=None, text="was not measured")
-    per_s = max(rates) * 1e12 / cost.sample_flops()
-    text = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
-    return Rate(per_s=per_s, text=text)
+    return max(rates) * 1e12 / cost.sample_flops() if rates else None
 
 
-def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
+def estimate_duration(situation: Situation, config: RunConfig, trained_per_s: float | None) -> list[tuple[str, str]]:
     """Estimate the time of training, validation and reading; empty if nothing was measured."""
     data = situation.data
-    if trained.per_s is None or data is None:
+    if trained_per_s is None or data is None:
         return []
     trained_samples, validations = count_work(config, data.num_train)
     validated = validations * data.num_val
-    computing = (trained_samples + validated * FORWARD_SHARE) / trained.per_s
+    computing = (trained_samples + validated * FORWARD_SHARE) / trained_per_s
     on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
     # On a CPU reading and computing share the cores; elsewhere they overlap and the slower one is the limit.
     rate = data.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
     reading = (trained_samples + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
-    shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
-    shown += f" for {describe_length(config, data.num_train)}"
+    shown = f"{format_duration(seconds)} for {describe_length(config, data.num_train)}"
     return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
 
 

@@ -9,16 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from halfstep_train.config.keys import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 from halfstep_train.report.console import print_text
-
-TABLE_WIDTH = 110
-"""Terminal width below which a list is more readable than a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,35 +55,14 @@ def dump_config(loaded: Loaded) -> dict[str, Any]:
 
 def show_config(loaded: Loaded, console: Console) -> None:
     """Print every setting; those that were set are bold, defaults are dim."""
-    show = show_table if console.width >= TABLE_WIDTH else show_list
-    show(list(list_settings(loaded)), console)
+    for row in list_settings(loaded):
+        style = "dim" if row.origin.layer == "default" else "bold"
+        line = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
+        console.print(f"[{style}]{line}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
     for line in format_header(loaded):
         console.print(escape(line))
     for warning in loaded.warnings:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
-
-
-def show_table(rows: list[SettingRow], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold", max_width=30)
-    table.add_column("from", overflow="fold", max_width=30)
-    table.add_column("meaning", style="dim", min_width=20)
-    for row in rows:
-        cells = (row.key, format_setting(row.value), str(row.origin))
-        table.add_row(*(f"[{choose_style(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
-    console.print(table)
-
-
-def show_list(rows: list[SettingRow], console: Console) -> None:
-    """Print one setting per paragraph, for narrow terminals."""
-    for row in rows:
-        line = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
-        console.print(f"[{choose_style(row)}]{line}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
-
-
-def choose_style(row: SettingRow) -> str:
-    return "dim" if row.origin.layer == "default" else "bold"
 
 
 def format_header(loaded: Loaded) -> list[str]:

@@ -1,4 +1,4 @@
-"""Show a memory plan as a table and as stacked bars."""
+"""Show a memory plan as a table."""
 
 from __future__ import annotations
 
@@ -9,29 +9,6 @@ from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
 from halfstep_train.report.console import make_columns_table, split_columns
-
-COLOURS = {
-    "weights": "#0072b2", "gathered": "#7f7fd5", "gradients": "#56b4e9", "reductions": "#a6761d",
-    "optimizer": "#009e73", "average": "#8fd3c0",
-    "frozen parts": "#5d6d7e", "half copies": "#f0e442", "activations": "#e69f00", "inputs": "#bdc3c7",
-    "workspaces": "#d55e00", "graph pool": "#cc79a7",
-}  # fmt: skip
-"""Okabe and Ito's palette, distinguishable for colour-blind readers, and greys."""
-COMPONENTS = {
-    "weights": "parameters and buffers",
-    "gathered": "sharded: parameters of the blocks in use, whole, and the buffers they are gathered into",
-    "gradients": "those that exist at the peak",
-    "reductions": "several ranks: gradients on their way to the other ranks",
-    "optimizer": "optimizer state",
-    "average": "averaged weights (EMA)",
-    "frozen parts": "networks that are not trained",
-    "half copies": "half-precision copies of fp32 weights (autocast)",
-    "activations": "tensors stored for backward",
-    "inputs": "the batch",
-    "workspaces": "temporary tensors, those of a watch, and the scratch memory of cuDNN and cuBLAS",
-    "graph pool": "fragmentation of a CUDA graph's memory",
-}
-"""What each component of a peak holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +29,7 @@ class MemoryRow:
 
 def build_memory_tables(rows: Sequence[MemoryRow], width: int) -> list[Table]:
     """Build the table of peaks by component and mode in the unit of the largest, divided to fit the width."""
-    names = [name for name in COLOURS if any(row.components.get(name) for row in rows)]
+    names = [name for name in rows[0].components if any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
     if rows[0].layout:
         columns["ranks"] = [row.layout for row in rows]

@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
@@ -29,8 +28,6 @@ LINE_EVERY_S = 30.0
 """Seconds between lines in a log file."""
 SUMMARISED_LINE_EVERY_S = 300.0
 """The same for a pass whose result is printed afterwards: at most two lines for each epoch of less than this."""
-PACE_WINDOW_S = 10.0
-"""The rate is averaged over the last seconds, so that a slow first step does not distort it for long."""
 BAR_WIDTHS = (3, 24)
 """Minimum and maximum width in cells."""
 NAMELESS_FIELDS = {"memory", "speed"}
@@ -55,16 +52,16 @@ class Bar:
         self._shown: Mapping[str, str] = {}
         self._clock = clock
         self._start_s = clock()
-        self._begin_pace()
+        self._pace_from = self._start_s, 0
 
     def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
         """Count one step; `shown` replaces the fields, most important first.
 
-        `begins_pace` excludes the steps so far from the rate, because they differ from those to come.
+        The first step does not count for the rate; `begins_pace` excludes all so far, which differ from those to come.
         """
         self.done += 1
-        if begins_pace:
-            self._begin_pace()
+        if begins_pace or self.done == 1:
+            self._pace_from = self._clock(), self.done
         if shown is not None:
             self.show(shown)
 
@@ -72,14 +69,10 @@ class Bar:
         """Replace the fields, most important first."""
         self._shown = shown
 
-    def _begin_pace(self) -> None:
-        self._begin = self._clock(), self.done
-        self._marks = deque([self._begin])
-
     def format_parts(self) -> list[str]:
         """Return the texts next to the bar, most important first."""
-        now_s, done = self._clock(), self.done
-        steps_per_s = self._compute_whole_pace(now_s, done) if self.is_over else self._compute_pace(now_s, done)
+        now_s, done, (first_s, first_done) = self._clock(), self.done, self._pace_from
+        steps_per_s = (done - first_done) / (now_s - first_s) if now_s > first_s else 0.0
         named = {name: value for name, value in self._shown.items() if name != "precision"}
         fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in named.items()]
         position, left = f"{done}/{self.total}", self._format_time(now_s - self._start_s, steps_per_s)
@@ -87,18 +80,6 @@ class Bar:
             position, left = self._whole()
         # The time left, the precision and the first two fields fit 80 columns.
         return [position, left, self._shown.get("precision", ""), *fields[:2], format_rate(steps_per_s), *fields[2:]]
-
-    def _compute_whole_pace(self, now_s: float, done: int) -> float:
-        first_s, first_done = self._begin
-        return (done - first_done) / max(now_s - first_s, 1e-9)
-
-    def _compute_pace(self, now_s: float, done: int) -> float:
-        marks = self._marks  # a local reference: the training thread may replace the list meanwhile
-        marks.append((now_s, done))
-        while len(marks) > 2 and marks[1][0] < now_s - PACE_WINDOW_S:
-            marks.popleft()
-        first_s, first_done = marks[0]
-        return (done - first_done) / (now_s - first_s) if now_s > first_s else 0.0
 
     def _format_time(self, elapsed_s: float, steps_per_s: float) -> str:
         if self.is_over:

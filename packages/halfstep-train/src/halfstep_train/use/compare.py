@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,12 +19,12 @@ from typing import Any
 
 from halfstep.disk import lock_folder, parse_json, write_atomically
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, format_duration
-from halfstep.hardware.clock import Clock, Stopwatch
+from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
 from halfstep_train.config.foreign import flatten_keys
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.run.folder import COMPARISON, RunFolder, make_paths_absolute, refuse_no_comparison
+from halfstep_train.run.folder import COMPARISON, RunFolder, make_paths_absolute
 from halfstep_train.tune.choose import find_asked_mode
 from halfstep_train.use.compare_run import (
     OUT_OF_MEMORY,
@@ -43,7 +42,6 @@ from halfstep_train.use.equivalence import (
     choose_margin,
     is_wide,
     judge_rows,
-    refuse_bad_rows,
 )
 
 Say = Callable[[str], None]
@@ -114,6 +112,10 @@ class Comparison:
         return [run.value for run in self.select_paired(row) if math.isfinite(run.value)]
 
     @property
+    def is_spent(self) -> bool:
+        return self.request.budget_s is not None and self.spent_s >= self.request.budget_s
+
+    @property
     def in_points(self) -> bool:
         """True if the metric is a fraction of 1, such as accuracy or IoU, whose margin is given in points.
 
@@ -158,7 +160,6 @@ class Comparison:
 
 def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
     """Check every row, then create the folder of a new comparison."""
-    refuse_bad_rows([row.name for row in request.rows], request.seeds, request.margin)
     configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
     for row, config in configs.items():
@@ -209,7 +210,6 @@ def _find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]
 
 def open_comparison(folder: Path) -> Comparison:
     """Read a stored comparison."""
-    refuse_no_comparison(folder)
     path = folder / COMPARISON
     try:
         return Comparison.from_json(path.read_text())
@@ -218,105 +218,50 @@ def open_comparison(folder: Path) -> Comparison:
 
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
-    """Say what lies ahead, and run what is missing, until every seed is done or the budget is spent."""
+    """Train the missing runs, seed by seed, until all are done or the budget is spent; store each outcome at once."""
     with lock_folder(folder):
-        forecast = Forecast(comparison)
-        comparison.ended, runs = "", _Runs(folder, comparison, say, forecast)
-        say(forecast.describe_plan())
-        for row, missing in comparison.simulated.items():
-            say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
-        if runs.run_pairs():
-            comparison.ended = f"all {format_count(comparison.request.seeds, 'seed')} are done"
-        else:
-            comparison.ended = f"{runs.budget} is spent (--resume with a larger --budget continues)"
-        _write(folder, comparison)
-
-
-class Forecast:
-    """How many runs a comparison still takes, and how long."""
-
-    def __init__(self, comparison: Comparison, *, clock: Clock = time.perf_counter) -> None:
-        self.comparison = comparison
-        self._clock = Stopwatch(clock=clock)
-        self._taken_s: dict[str, list[float]] = {}
-        for run in comparison.runs:
-            if "elapsed_s" in run.summary:
-                self._taken_s.setdefault(run.row, []).append(float(run.summary["elapsed_s"]))
-
-    def count_runs(self) -> tuple[int, int]:
-        """Return the finished runs and the number of all runs."""
-        request = self.comparison.request
-        return len(self.comparison.runs), len(request.rows) * request.seeds
-
-    def describe_plan(self) -> str:
-        """Return what lies ahead, before the first run."""
-        request, (done, total) = self.comparison.request, self.count_runs()
+        request, kept, comparison.ended = comparison.request, comparison.runs, ""
+        total = len(request.rows) * request.seeds
         rows, seeds = format_count(len(request.rows), "row"), format_count(request.seeds, "seed")
-        known = self.describe_left() if done else "the first run shows how long they take"
-        return f"{rows} x {seeds}: {total} runs; {known}"
-
-    def finish(self, outcome: RunOutcome) -> None:
-        """Note how long a run took, from the end of the one before: with its start, and whatever ran at once."""
-        self._taken_s.setdefault(outcome.row, []).append(self._clock.restart())
-
-    def describe_left(self) -> str:
-        """Return `3 of 40 runs, about 18 min left`; without the time until a run has ended."""
-        comparison, (done, total) = self.comparison, self.count_runs()
-        every = [taken for one in self._taken_s.values() for taken in one]
-        if not every or done >= total:
-            return f"{done} of {total} runs"
-        left_s = 0.0
-        for row in comparison.request.rows:
-            # A row without a run is as slow as the others are on average.
-            own = self._taken_s.get(row.name) or every
-            missing = comparison.request.seeds - len(comparison.select_outcomes(row.name))
-            left_s += missing * sum(own) / len(own)
-        if comparison.request.budget_s is not None:
-            left_s = min(left_s, max(comparison.request.budget_s - comparison.spent_s, 0.0))
-        return f"{done} of {total} runs, about {format_duration(left_s)} left"
-
-
-class _Runs:
-    """Trains missing runs and stores each outcome at once, while the budget lasts."""
-
-    def __init__(self, folder: Path, comparison: Comparison, say: Say, forecast: Forecast) -> None:
-        self.folder, self.comparison, self.say, self.forecast = folder, comparison, say, forecast
-        self.clock, self.before_s = Stopwatch(), comparison.spent_s
-
-    @property
-    def budget(self) -> str:
-        return f"the budget of {self.comparison.request.budget_s or 0:g} s"
-
-    def run_pairs(self) -> bool:
-        """Run every row with every seed, seed by seed; return False if the budget ran out."""
-        request, kept = self.comparison.request, self.comparison.runs
+        say(f"{rows} x {seeds}: {total} runs; {_describe_left(comparison, 0, 0.0)}")
+        for name, missing in comparison.simulated.items():
+            say(f"warning: {name} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
         named = choose_folder_names(request.rows)
-        jobs = [(row, seed, self.folder / "runs" / f"{name}-{seed}")
+        jobs = [(row, seed, folder / "runs" / f"{name}-{seed}")
                 for seed in range(request.seeds) for name, row in named.items()]  # fmt: skip
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
                 remove_all_but_records(place)  # an interruption may have prevented it
-        missing = [job for job in jobs if (job[0].name, job[1]) not in known]
-        if missing and self._is_spent():
-            return False
-        for job, outcome in zip(missing, _run_jobs(request, missing, kept), strict=True):
+        missing_jobs = [job for job in jobs if (job[0].name, job[1]) not in known]
+        clock, before_s = Stopwatch(), comparison.spent_s
+        outcomes = iter(()) if comparison.is_spent else _run_jobs(request, missing_jobs, kept)
+        for number, (job, outcome) in enumerate(zip(missing_jobs, outcomes, strict=False), start=1):
             kept.append(outcome)
-            self.forecast.finish(outcome)
-            is_over = self._is_spent()
-            _write(self.folder, self.comparison)
+            comparison.spent_s = before_s + clock.elapsed_s
+            _write(folder, comparison)
             remove_all_but_records(job[2])
-            self.say(f"{_format_outcome(self.comparison, outcome)} ({self.forecast.describe_left()})")
-            if len(kept) == 1 and (wide := explain_wide_margin(self.comparison)):
-                self.say(wide)  # before spending time on the other runs
-            if is_over and job is not missing[-1]:
-                return False
-        return True
+            say(f"{_format_outcome(comparison, outcome)} ({_describe_left(comparison, number, clock.elapsed_s)})")
+            if len(kept) == 1 and (wide := explain_wide_margin(comparison)):
+                say(wide)  # before spending time on the other runs
+            if comparison.is_spent:
+                break
+        all_done = f"all {seeds} are done"
+        spent = f"the budget of {request.budget_s or 0:g} s is spent (--resume with a larger --budget continues)"
+        comparison.ended = all_done if len(kept) == total else spent
+        _write(folder, comparison)
 
-    def _is_spent(self) -> bool:
-        self.comparison.spent_s = self.before_s + self.clock.elapsed_s
-        budget_s = self.comparison.request.budget_s
-        return budget_s is not None and self.comparison.spent_s >= budget_s
+
+def _describe_left(comparison: Comparison, num_new: int, elapsed_s: float) -> str:
+    """Return `3 of 40 runs, about 18 min left`, from the time that this call's runs took."""
+    request, done = comparison.request, len(comparison.runs)
+    total = len(request.rows) * request.seeds
+    if done >= total or not num_new:
+        return f"{done} of {total} runs are done" if done else "the first run shows how long they take"
+    left_s = (total - done) * elapsed_s / num_new
+    if request.budget_s is not None:
+        left_s = min(left_s, max(request.budget_s - comparison.spent_s, 0.0))
+    return f"{done} of {total} runs, about {format_duration(left_s)} left"
 
 
 def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome]) -> Iterator[RunOutcome]:
@@ -355,7 +300,7 @@ def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) 
 
 def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:
     """Return every setting in which the row differs from the baseline, derived ones included."""
-    settings = comparison.settings or collect_settings(comparison.request)
+    settings = comparison.settings
     return _find_differences(settings[row.name], settings[comparison.request.baseline.name])
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +15,6 @@ from halfstep.errors import format_bytes, format_count
 from halfstep.precision.names import normalise_precision
 from halfstep_train.report.console import make_columns_table, print_text, split_columns
 from halfstep_train.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
-from halfstep_train.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep_train.run.memory.sizing import predict_largest_batch
 from halfstep_train.use.compare import (
     Comparison,
@@ -47,24 +44,23 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
     times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
     # The median over all seeds is infinite if half of them never reach the quality.
     to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
-    does_not_fit = any(run.end == OUT_OF_MEMORY for run in runs)
+    judged = _format_verdict(verdict, is_wide=bool(explain_wide_margin(comparison)))
     return TableLine(
-        name=row,
+        row=row,
         ran=_describe_ran(comparison, row),
+        values=[run.value for run in paired],
+        verdict=OUT_OF_MEMORY if any(run.end == OUT_OF_MEMORY for run in runs) else judged,
+        difference=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
+        seeds_needed=verdict.seeds_needed if verdict else None,
         seconds_per_epoch=_compute_median(alone, "trained_s", per="epochs"),
         samples_per_s=1 / per_sample if per_sample else None,
-        rate=_compute_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
         memory_bytes=_compute_median(alone, "peak_memory_bytes"),
         largest_batch=_predict_largest_batch(comparison, alone),
         joules=_compute_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
-        values=[run.value for run in paired],
-        verdict=OUT_OF_MEMORY
-        if does_not_fit
-        else _format_verdict(verdict, is_wide=bool(explain_wide_margin(comparison))),
-        interval=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
-        to_quality_s=to_quality_s if math.isfinite(to_quality_s) else None,
-        not_reached=times.count(None),
+        seconds_to_same_quality=to_quality_s if math.isfinite(to_quality_s) else None,
+        seeds_that_never_reached_it=times.count(None),
+        rate=_compute_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
 
@@ -130,9 +126,6 @@ def collect_notes(comparison: Comparison) -> list[str]:
     notes += [f"{row} is simulated: {missing}" for row, missing in comparison.simulated.items()]
     if any(run.summary.get("simulated") for run in comparison.runs):
         notes.append("time and memory of simulated formats are left out: a simulation shows numerics, not speed")
-    on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
-    if any(summary.get("joules") is None for summary in on_gpu):
-        notes.append("energy is not measured: NVML is missing or does not support this GPU")
     unfinished = (
         f"unfinished after {format_count(len(comparison.runs), 'run')}; continue it with halfstep compare --resume"
     )
@@ -164,74 +157,57 @@ def _list_other_differences(comparison: Comparison) -> list[str]:
 
 def convert_comparison(comparison: Comparison) -> dict[str, Any]:
     """Convert the result to plain JSON types."""
-    verdicts = comparison.judge()
     return {
         "metric": comparison.metric,
         "margin": comparison.margin,
         "margin_from": comparison.margin_from,
         "seeds": comparison.count_whole_seeds(),
         "ended": comparison.ended,
-        "rows": [
-            {
-                "row": line.name,
-                "ran": line.ran,
-                "values": [value if math.isfinite(value) else None for value in line.values],
-                "verdict": line.verdict,
-                "difference": None if line.interval is None else list(line.interval),
-                "seeds_needed": verdicts[line.name].seeds_needed if line.name in verdicts else None,
-                "seconds_per_epoch": line.seconds_per_epoch,
-                "samples_per_s": line.samples_per_s,
-                "memory_bytes": line.memory_bytes,
-                "largest_batch": line.largest_batch,
-                "joules": line.joules,
-                "money": line.money,
-                "seconds_to_same_quality": line.to_quality_s,
-                "seeds_that_never_reached_it": line.not_reached,
-            }
-            for line in build_lines(comparison)
-        ],
+        "rows": [_convert_line(line) for line in build_lines(comparison)],
         "notes": collect_notes(comparison),
     }
 
 
-COLOURS = ("#1f2933", "#2f6fde", "#e8710a", "#12805c", "#8e44ad", "#0b9ac0")
-"""Distinct for colour-blind readers too; the baseline is the dark one."""
+def _convert_line(line: TableLine) -> dict[str, Any]:
+    values = [value if math.isfinite(value) else None for value in line.values]
+    return {name: value for name, value in {**asdict(line), "values": values}.items() if name not in ("rate", "curves")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableLine:
     """One row of the table; None for values that were not measured by a run alone on the device."""
 
-    name: str
-    ran: str = ""
+    row: str
+    ran: str
     """`simulated` or `ran bf16`, if the row did not run natively what it asks for."""
+    values: Sequence[float]
+    verdict: str
+    difference: tuple[float, float] | None
+    seeds_needed: int | None
     seconds_per_epoch: float | None
     samples_per_s: float | None
-    rate: tuple[str, float] | None
-    """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
     memory_bytes: float | None
     largest_batch: int | None
     """Predicted to fit the device; None without a GPU."""
     joules: float | None
     money: float | None
-    values: Sequence[float]
-    verdict: str
-    interval: tuple[float, float] | None
-    to_quality_s: float | None
-    not_reached: int
-    curves: Sequence[Sequence[tuple[int, float]]] = ()
+    seconds_to_same_quality: float | None
+    seeds_that_never_reached_it: int
+    rate: tuple[str, float] | None
+    """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
+    curves: Sequence[Sequence[tuple[int, float]]]
     """(step, metric) of each seed."""
 
     @property
     def title(self) -> str:
-        return f"{self.name} ({self.ran})" if self.ran else self.name
+        return f"{self.row} ({self.ran})" if self.ran else self.row
 
 
 def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str]]:
     """Return the table's cells by column title, for the terminal and the HTML page."""
     columns: dict[str, list[str]] = {"row": [line.title for line in lines]}
     rate = next((line.rate[0] for line in lines if line.rate), "samples/s")
-    measured: Mapping[str, list[str]] = {
+    columns |= {
         "s/epoch": [_format_number(line.seconds_per_epoch) for line in lines],
         rate: [_format_number(line.rate and line.rate[1]) for line in lines],
         "memory": [format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "" for line in lines],
@@ -239,13 +215,8 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
         "J/run": [_format_number(line.joules) for line in lines],
         "money/run": [_format_number(line.money) for line in lines],
     }
-    columns |= measured
-    finite = [[value for value in line.values if math.isfinite(value)] for line in lines]
-    spreads = [statistics.stdev(values) for values in finite if len(values) > 1]
-    columns[metric] = [_format_spread(line.values, choose_decimals(spreads)) for line in lines]
-    bounds = [line.interval for line in lines if line.interval is not None]
-    places = choose_decimals([high - low for low, high in bounds])
-    columns["difference"] = [_format_interval(line.interval, places) for line in lines]
+    columns[metric] = [_format_spread(line.values) for line in lines]
+    columns["difference"] = [_format_interval(line.difference) for line in lines]
     columns["time to\nsame quality"] = [_format_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
     # Drop columns without any measurement.
@@ -257,37 +228,6 @@ def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str
         console.print(make_columns_table(columns, left=("row", "verdict")))
     for note in notes:
         print_text(console, Text(note, style="dim"))
-
-
-def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None:
-    """Draw the metric over steps: the mean over seeds as a line, their range as a band."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure = make_figure((8.4, 4.8))
-    axes = figure.subplots()
-    for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
-        steps, means, lows, highs = compute_band(line.curves)
-        if steps:
-            # Equal rows overlap: draw later ones thinner, so that all are visible.
-            width = 1.5 + 1.8 * (len(lines) - 1 - number)
-            axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.title)
-            axes.fill_between(steps, lows, highs, color=colour, alpha=0.12, linewidth=0)
-            if len(steps) == 1:  # a band of one point is invisible
-                axes.vlines(steps, lows, highs, color=colour, linewidth=width / 2, alpha=0.5)
-                axes.set_xlim(steps[0] - 1, steps[0] + 1)
-            for edge in (lows, highs):
-                axes.plot(steps, edge, color=colour, linewidth=width / 2, alpha=0.5)
-    axes.set_xlabel("step", color=FAINT)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.set_ylabel(metric, color=INK)
-    axes.grid(color="#e4e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.set_title("mean over seeds, band: smallest to largest", color=FAINT, fontsize=9, loc="left")
-    if axes.lines:
-        axes.legend(frameon=False)
-    save_figure(figure, path)
 
 
 def compute_band(
@@ -306,24 +246,19 @@ def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def choose_decimals(spreads: Sequence[float]) -> int:
-    """Return the decimals that show two digits of the smallest spread: at least four, at most eight."""
-    smallest = min((spread for spread in spreads if 0 < spread < math.inf), default=1.0)
-    return min(max(4, 1 - math.floor(math.log10(smallest))), 8)
-
-
-def _format_spread(values: Sequence[float], places: int) -> str:
+def _format_spread(values: Sequence[float]) -> str:
     if not values or not all(map(math.isfinite, values)):
         return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.{places}f} ± {deviation:.{places}f}"
+    return f"{statistics.mean(values):#.4g} ± {deviation:.2g}"
 
 
-def _format_interval(bounds: tuple[float, float] | None, places: int) -> str:
-    return "" if bounds is None else f"{bounds[0]:+.{places}f} … {bounds[1]:+.{places}f}"
+def _format_interval(bounds: tuple[float, float] | None) -> str:
+    return "" if bounds is None else f"{bounds[0]:+.2g} … {bounds[1]:+.2g}"
 
 
 def _format_quality(line: TableLine) -> str:
-    if line.to_quality_s is None:
-        return "not reached" if line.not_reached else ""
-    return f"{line.to_quality_s:.1f} s" + (f" ({line.not_reached} not)" if line.not_reached else "")
+    never = line.seeds_that_never_reached_it
+    if line.seconds_to_same_quality is None:
+        return "not reached" if never else ""
+    return f"{line.seconds_to_same_quality:.1f} s" + (f" ({never} not)" if never else "")

@@ -194,7 +194,7 @@ class LoadedModel:
             raise MemoryLimitError(
                 f"out of memory on {plan.device} with batch size {size}",
                 why=describe_memory(torch.device(plan.device)),
-                fix=_suggest_less_memory(size // (2 * pieces), plan),
+                fix=f"--batch-size {max(size // (2 * pieces), 1)}, --precision bf16, or --device cpu",
             ) from error
         finally:
             loader.close()
@@ -205,10 +205,3 @@ def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: in
     if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
         return []
     return [f"--batch-size {batch_size} gives other scores than training: {what}" for what in workload.by_batch]
-
-
-def _suggest_less_memory(batch_size: int, plan: Plan) -> str:
-    """Suggest how to evaluate with less memory."""
-    ways = [f"--batch-size {batch_size}"] if batch_size else []
-    ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []
-    return ", or ".join([*ways, *(["--device cpu"] if plan.device != "cpu" else [])]) or "a machine with more memory"

@@ -36,7 +36,6 @@ Check = Callable[[str, bool], bool]
 class LibraryBug:
     name: str
     what: str
-    threads: tuple[str, ...]  # public issues and pull requests
     check: Check
     needs_gpu: bool = False
     shield: Literal["avoided", "reported"] = "avoided"
@@ -260,14 +259,12 @@ BUGS = (
     LibraryBug(
         name="cudnn-attention",
         what="cuDNN's attention backward returns NaN for finite inputs",
-        threads=("pytorch/pytorch#196678", "NVIDIA/cudnn-frontend#1072", "huggingface/trl#7181"),
         check=check_cudnn_attention,
         needs_gpu=True,
     ),
     LibraryBug(
         name="lstm-in-fp16",
         what="LSTM, GRU and RNN run in fp16 under bf16 autocast",
-        threads=("pytorch/pytorch#42385",),
         check=check_recurrent_format,
         needs_gpu=True,
         shield="reported",
@@ -275,56 +272,47 @@ BUGS = (
     LibraryBug(
         name="emulated-bf16",
         what="is_bf16_supported() is True on GPUs that only emulate bf16",
-        threads=("pytorch/pytorch#148322", "pytorch/pytorch#124996"),
         check=check_emulated_bf16,
         needs_gpu=True,
     ),
     LibraryBug(
         name="no-check-in-bf16",
         what="without a GradScaler one NaN step overwrites all weights",
-        threads=("huggingface/trl#6702", "kyutai-labs/pocket-tts#262"),
         check=check_missing_check,
     ),
     LibraryBug(
         name="fused-sgd",
         what="fused SGD trains on uninitialised memory after a skipped first step",
-        threads=("LibreYOLO/libreyolo#771",),
         check=check_fused_sgd,
     ),
     LibraryBug(
         name="batchnorm-nan",
         what="a skipped step leaves NaN in BatchNorm's running statistics",
-        threads=("pytorch/pytorch#88474", "pytorch/pytorch#90342"),
         check=check_batch_norm,
     ),
     LibraryBug(
         name="scheduler-skip",
         what="the learning-rate schedule advances on skipped steps",
-        threads=("pytorch/pytorch#44511", "pytorch/pytorch#55585", "pytorch/pytorch#152279"),
         check=check_scheduler,
     ),
     LibraryBug(
         name="plateau-below-zero",
         what="ReduceLROnPlateau never reduces the rate of a negative metric",
-        threads=("pytorch/pytorch#47513",),
         check=check_plateau,
     ),
     LibraryBug(
         name="stale-casts",
         what="autocast around the loop trains on the first step's weights",
-        threads=("X-GenGroup/Flow-Factory#186",),
         check=check_stale_casts,
     ),
     LibraryBug(
         name="casts-without-grad",
         what="a pass under no_grad removes the gradients of the next one (autocast's cache)",
-        threads=("pytorch/pytorch#158232", "pytorch/pytorch#65766", "pytorch/pytorch#112583"),
         check=check_casts_without_gradients,
     ),
     LibraryBug(
         name="tf32-flags",
         what="after the new TF32 setting, reading the old one raises, also inside torch.compile",
-        threads=("pytorch/pytorch#166387", "pytorch/pytorch#179445"),
         check=check_tf32_flags,
     ),
 )
@@ -336,15 +324,8 @@ def describe_bugs(findings: Sequence[BugFinding]) -> list[dict[str, Any]]:
         {
             "name": finding.bug.name,
             "what": finding.bug.what,
-            "threads": [make_link(thread) for thread in finding.bug.threads],
             "here": finding.is_here,
             "shielded": finding.is_shielded,
         }
         for finding in findings
     ]
-
-
-def make_link(thread: str) -> str:
-    """Return the address of `owner/name#number`; GitHub redirects pull requests."""
-    repository, _, number = thread.partition("#")
-    return f"https://github.com/{repository}/issues/{number}"

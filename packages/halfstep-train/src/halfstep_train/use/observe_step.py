@@ -110,6 +110,7 @@ def _ignore_notice(text: str, level: Level) -> None:
     """Ignore notices about modes: the ledger reports them."""
 
 
+JUDGED_BATCHES = 2
 WARM_UP = 3
 """Steps before the one whose updates are judged: Adam's first updates are larger than later ones."""
 
@@ -118,7 +119,6 @@ def dry_run(
     source: str,
     target: DryRunTarget,
     *,
-    num_batches: int,
     flags: Mapping[str, object],
     overrides: Sequence[str],
     trust: bool = False,
@@ -127,7 +127,7 @@ def dry_run(
     if not is_run(source):  # a run keeps the precision that it was trained in
         flags = {**flags, "precision": "fp32"}
     with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (config, parts, engine, _):
-        windows = read_windows(parts, num_batches)
+        windows = read_windows(parts, JUDGED_BATCHES)
         found: list[Judgement] = []
         for phase, own in list_engines(engine):
             rows = judge_modules(build_subject(own, windows[0], config.precision), target, windows)

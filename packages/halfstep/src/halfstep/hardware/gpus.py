@@ -198,7 +198,7 @@ def _note_memory(gpu: KnownGPU) -> tuple[str, ...]:
 
 
 def _make_unknown_gpu(name: str) -> HardwareError:
-    everything = "all known names: halfstep detect --gpu list"
+    everything = "all known names: halfstep detect list"
     if rows := _find_rows(split_words(name)):
         return HardwareError(
             f"{name!r} matches {len(rows)} GPUs",

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from halfstep.errors import format_bytes, format_duration, suggest_command
 from halfstep_train.report.config_view import format_setting
-from halfstep_train.report.memory_view import COLOURS
 from halfstep_train.report.page.read_run import SAMPLES, RunRecord, describe_progress, find_rate_key, format_rate_unit
 
 MOST_ROWS = 200
@@ -31,7 +30,6 @@ def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str
     """Render the page of one or several runs; `memory` is the predicted memory of each run's step."""
     title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
     title = title if len(runs) == 1 else ", ".join(run.name for run in runs)
-    largest = max((sum(one.values()) for one in memory if not isinstance(one, str)), default=0)
 
     def render_each(heading: str, render: Callable[[RunRecord], str], has_any: Callable[[RunRecord], object]) -> str:
         found = [(f"{heading}: {run.name}" if len(runs) > 1 else heading, run) for run in runs if has_any(run)]
@@ -42,9 +40,7 @@ def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str
         *(_render_cards(run) for run in runs),
         _render_section("Curves", _render_charts(build_charts(runs))),
         render_each("Plan", _render_plan, lambda run: run.plan),
-        render_each(
-            "Memory", lambda run: _render_memory(run, predicted[run.path], largest), lambda run: run.path in predicted
-        ),
+        render_each("Memory", lambda run: _render_memory(run, predicted[run.path]), lambda run: run.path in predicted),
         render_each("Where the time went", _render_time, _has_time),
         render_each("Faults", _render_faults, lambda run: True),
         render_each("Ranges", _render_watch, lambda run: run.select_kind("watch")),
@@ -150,42 +146,27 @@ def _has_time(run: RunRecord) -> bool:
 
 def _render_time(run: RunRecord) -> str:
     whole, trained, waited = (float(run.summary[key]) for key in ("elapsed_s", "trained_s", "waited_s"))
-    parts = [
-        ("training", trained - waited, "#2f6fde"),
-        ("waiting for data", waited, "#e8710a"),
-        ("validation, checkpoints, start", whole - trained, "#9aa5b1"),
-    ]
-    rows = [[name, format_duration(seconds), f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
-    return _render_stack("shares of the time", parts, whole) + _render_table(["part", "time", "share"], rows)
+    parts = {
+        "training": trained - waited,
+        "waiting for data": waited,
+        "validation, checkpoints, start": whole - trained,
+    }
+    rows = [[name, format_duration(seconds), f"{seconds / whole:.0%}"] for name, seconds in parts.items()]
+    return _render_table(["part", "time", "share"], rows)
 
 
-def _render_memory(run: RunRecord, found: Memory, largest: int) -> str:
-    """Render the predicted memory of one step; bars of several runs share one scale."""
+def _render_memory(run: RunRecord, found: Memory) -> str:
+    """Render the predicted memory of one step."""
     if isinstance(found, str):
         return f"<p>Not predicted: {escape(found)}</p>"
-    parts = [(name, size, COLOURS[name]) for name, size in found.items() if size]
-    whole = sum(size for _, size, _ in parts)
-    rows = [[name, _format_size(size), f"{size / whole:.0%}"] for name, size, _ in parts]
+    whole = sum(found.values())
+    rows = [[name, _format_size(size), f"{size / whole:.0%}"] for name, size in found.items() if size]
     measured = run.summary.get("peak_memory_bytes")
     text = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
     if isinstance(measured, int):
         whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
         text += f"; measured, of {whose}: {_format_size(measured)}"
-    return (
-        f"<p>{text}.</p>"
-        + _render_stack("memory by component", parts, largest)
-        + _render_table(["part", "size", "share"], rows)
-    )
-
-
-def _render_stack(label: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
-    """Render parts next to each other in a bar of length `whole`; a table repeats the numbers."""
-    spans = "".join(
-        f"<span style='width:{max(100 * size / whole, 0):.2f}%;background:{colour}' title='{escape(name)}'></span>"
-        for name, size, colour in parts
-    )
-    keys = "".join(f"<span><i style='border-color:{colour}'></i>{escape(name)}</span>" for name, _, colour in parts)
-    return f"<div class=bar role=img aria-label='{escape(label)}'>{spans}</div><div class=legend>{keys}</div>"
+    return f"<p>{text}.</p>" + _render_table(["part", "size", "share"], rows)
 
 
 def _render_faults(run: RunRecord) -> str:
