@@ -92,8 +92,27 @@ def load_config(arguments: Sequence[str], flags: Flags, *, gpu: str | None) -> L
 
 SHOWN_MODES = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""
+LEVELS = {
+    "normal": "nothing is recomputed",
+    "pointwise": "pointwise operations are recomputed in backward instead of stored",
+    "alternate": "every second block is recomputed",
+    "blocks": "all blocks are recomputed",
+    "8-bit": "optimizer state in 8 bits",
+}
+"""What the words in the column `memory` mean."""
+TRACED = {
+    "eager": "peak of an eager step, traced operation by operation",
+    "compile": "peak of the compiled step: the eager trace, partitioned and fused by the compiler's rules",
+    "graph": "peak of the CUDA graph: our fused kernels if the model has them, else as compiled; plus its pool",
+}
+LAYOUTS = (
+    "peak on the rank with most samples. ddp: each rank has the whole model; shard: parameters, gradients, optimizer "
+    "state and average are divided among the ranks (train.shard=true, FSDP2), with the memory levels that need no "
+    "trial on a copy of the model; sharded steps are never captured"
+)
 NO_FOLDER = "random"
 """Any text: with a data folder a workload has its full size, without one that of its demo."""
+UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
 SIZES = {letter: 10 ** (3 * power) for power, letter in enumerate("mgt", 2)}
 SIZES |= {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("mgt", 2)}
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
@@ -291,8 +310,8 @@ def _load_full_size(arguments: Sequence[str], flags: Flags) -> tuple[RunConfig, 
 
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
     name = asked or SHOWN_MODES[config.train.fast]
-    if name not in (modes := set(SHOWN_MODES.values())):
-        raise ConfigError(f"unknown --mode {name!r}", fix=suggest_nearest(name, sorted(modes)))
+    if name not in TRACED:
+        raise ConfigError(f"unknown --mode {name!r}", fix=suggest_nearest(name, TRACED))
     return name  # type: ignore[return-value]
 
 
@@ -303,9 +322,11 @@ def _print_memory(plan: MemoryPlan) -> None:
 
     from halfstep_train.report.console import break_line, print_text
     from halfstep_train.report.memory_view import (
+        COMPONENTS,
         build_memory_tables,
         choose_memory_unit,
         merge_equal_rows,
+        shorten_level,
     )
 
     console = Console(soft_wrap=True, highlight=False)
@@ -324,7 +345,20 @@ def _print_memory(plan: MemoryPlan) -> None:
         console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
-    console.print("docs/memory.md explains the columns; 1 GB is 10^9 bytes", style="dim")
+    levels = {word for row in rows for word in shorten_level(row.level).split(" + ")}
+    legend = {
+        "memory": "levels of train.memory; "
+        + "; ".join(f"{word}: {about}" for word, about in LEVELS.items() if word in levels)
+    }
+    if plan.ranks is not None:
+        legend["ranks"] = LAYOUTS
+    used = {name for row in rows for name, size in row.components.items() if size}
+    legend |= {name: about for name, about in COMPONENTS.items() if name in used}
+    legend |= {name: TRACED[name] for name in plan.rows[0].totals}
+    console.print("\ncolumns", style="dim")
+    for name, about in legend.items():
+        console.print(break_line(f"  {name}: {about}", console.width), style="dim")
+    console.print(f"  {UNIT}", style="dim")
 
 
 def _build_fit_table(fits: Sequence[Fit], unit: str, unit_bytes: float) -> Table:

@@ -1,12 +1,13 @@
 """Read YAML files as values with line numbers, without YAML's traps.
 
 PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (its type is decided later,
-see `Plain`), reports duplicate keys with both lines, and never builds an object for a tag. Aliases are refused, because
-a few lines of nested ones expand to gigabytes; `${globals.NAME}` names a value twice.
+see `Plain`), reports duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work within
+bounds, because a few lines of nested aliases could otherwise expand to gigabytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from halfstep.errors import ConfigError, suggest_command
 from halfstep_train.config.section import Plain
 
 MAX_BYTES = 1 << 20
+MAX_NODES = 20_000
 MAX_DEPTH = 40
 ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
 """`!!float 1e-4`, as some projects write it, is read as the same number without the tag."""
@@ -132,43 +134,65 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
         return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:
         return "close every quote and bracket"
-    return "check quotes, brackets, colons and indentation (spaces, not tabs) there and on the line above"
+    if "\\t" in problem:
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in problem:
+        return "quote a value that contains `: `, and check the indentation"
+    return "check the line above as well: a missing colon, quote or bracket is often there"
 
 
 class Walk:
-    """One pass over the nodes of a document: collects values and lines, and refuses what no config needs."""
+    """One pass over the nodes of a document: collects values and lines, and enforces the bounds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[tuple[str, ...], int] = {}
-        self.seen: set[int] = set()
+        self.visited = 0
+        self.ancestors: list[yaml.Node] = []
 
-    def read_value(self, node: yaml.Node, path: tuple[str, ...], depth: int = 0) -> object:
+    def read_value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
+        self.enter(node)
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.read_mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.read_value(item, path) for item in node.value]
+            # Only unquoted text may turn into a number or a bool.
+            return Plain(node.value) if is_unquoted(node) else str(node.value)
+        finally:
+            self.ancestors.pop()
+
+    def enter(self, node: yaml.Node) -> None:
+        """Count a node and refuse cycles, sizes beyond the bounds, and tags."""
+        self.visited += 1
         line = node.start_mark.line + 1
-        if id(node) in self.seen:  # an alias is the node of its anchor
-            raise ConfigError(
-                f"{self.name}:{line}: {'.'.join(path)} is an alias of this value",
-                fix="write the value twice, or set a global and write ${globals.NAME} in both places",
-            )
-        self.seen.add(id(node))
-        if depth >= MAX_DEPTH:
-            why = f"a config has at most {MAX_DEPTH} levels"
-            raise ConfigError(f"{self.name}:{line}: nested too deeply", why=why, fix="use fewer levels")
+        # A node that is its own ancestor would expand forever.
+        if node in self.ancestors:
+            raise ConfigError(f"{self.name}:{line}: an anchor contains itself", fix="remove the alias inside it")
+        if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
+            why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
+            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why, fix="use fewer aliases")
         if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
-        if isinstance(node, yaml.MappingNode):
-            return self.read_mapping(node, path, depth)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.read_value(item, path, depth + 1) for item in node.value]
-        # Only unquoted text may turn into a number or a bool.
-        return Plain(node.value) if is_unquoted(node) else str(node.value)
+        self.ancestors.append(node)
 
-    def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...], depth: int) -> dict[str, object]:
-        """Read a mapping; refuse duplicate keys."""
+    def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            if is_merge(key_node):
+                for base in self.read_bases(value_node, path):
+                    # YAML's rule: the earlier of several merged mappings wins, and own keys win over all.
+                    values = {**base, **values}
+        return {**values, **self.read_own_values(node, path)}
+
+    def read_own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        """Read a mapping's own keys, without merged ones; refuse duplicates."""
         own: dict[str, object] = {}
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
+            if is_merge(key_node):
+                continue
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(
@@ -186,8 +210,23 @@ class Walk:
                     f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"
                 )
             first_lines[key] = self.lines[(*path, key)] = line
-            own[key] = self.read_value(value_node, (*path, key), depth + 1)
+            own[key] = self.read_value(value_node, (*path, key))
         return own
+
+    def read_bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for base in nodes:
+            values = self.read_value(base, path)
+            if not isinstance(values, dict):
+                raise ConfigError(
+                    f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}",
+                    fix="name an anchor of a mapping: `<<: *NAME`",
+                )
+            yield values
+
+
+def is_merge(key_node: yaml.Node) -> bool:
+    return is_unquoted(key_node) and key_node.value == "<<"
 
 
 def is_unquoted(node: yaml.Node) -> bool:

@@ -108,10 +108,9 @@ def open_or_write(
     write: Callable[[CacheWriter], None],
     *,
     verify_bytes: int = VERIFIED_BYTES,
-    force: bool = False,
 ) -> tuple[CacheFile, bool]:
-    """Open the cache at `path` if it is intact and was made from the same; otherwise, or with `force`, write it. Return
-    it, and whether it was written.
+    """Open the cache at `path` if it is intact and was made from the same; otherwise write it. Return it, and
+    whether it was written.
 
     `what` it is, such as `packed cache`, tells it apart from other caches. `write` writes the data and sets the index.
     """
@@ -122,11 +121,11 @@ def open_or_write(
             return found if found.made_from == made_from else None
         return None
 
-    if not force and (found := open_matching()):
+    if found := open_matching():
         return found, False
     with take_turn(path):
         # Another process may have written the file while this one waited.
-        if force or not (found := open_matching()):
+        if not (found := open_matching()):
             _write_cache(path, what, made_from, write)
             found = open_cache(path, what, verify_bytes=1)  # just written: its data need no check
     return found, True

@@ -151,8 +151,6 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     return fingerprint_files(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
-
-
 def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
     """Return a whole image at (size, size), and its true size."""
     with open_image_file(path) as file:

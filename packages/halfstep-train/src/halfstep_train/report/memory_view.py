@@ -10,6 +10,22 @@ from rich.table import Table
 from halfstep.errors import choose_byte_unit
 from halfstep_train.report.console import make_columns_table, split_columns
 
+COMPONENTS = {
+    "weights": "parameters and buffers",
+    "gathered": "sharded: parameters of the blocks in use, whole, and the buffers they are gathered into",
+    "gradients": "those that exist at the peak",
+    "reductions": "several ranks: gradients on their way to the other ranks",
+    "optimizer": "optimizer state",
+    "average": "averaged weights (EMA)",
+    "frozen parts": "networks that are not trained",
+    "half copies": "half-precision copies of fp32 weights (autocast)",
+    "activations": "tensors stored for backward",
+    "inputs": "the batch",
+    "workspaces": "temporary tensors, those of a watch, and the scratch memory of cuDNN and cuBLAS",
+    "graph pool": "fragmentation of a CUDA graph's memory",
+}
+"""What each component of a peak holds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
@@ -29,7 +45,7 @@ class MemoryRow:
 
 def build_memory_tables(rows: Sequence[MemoryRow], width: int) -> list[Table]:
     """Build the table of peaks by component and mode in the unit of the largest, divided to fit the width."""
-    names = [name for name in rows[0].components if any(row.components.get(name) for row in rows)]
+    names = [name for name in COMPONENTS if any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
     if rows[0].layout:
         columns["ranks"] = [row.layout for row in rows]
