@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.step.clip import Clip
 from halfstep.step.commit import step_muon
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
+from halfstep.step.randomness import seed_everything
 from halfstep.step.step import GuardedStep, count_samples
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan
 
@@ -217,3 +220,11 @@ def test_muon_with_a_rate_on_the_device_is_a_rounding_away_from_torchs(dtype: to
             step_muon(ours)
     # torch rounds bf16 weights twice per step, and its Muon without nesterov divides a bf16 momentum in place.
     assert (weights[1] - weights[0]).norm() <= 2 * torch.finfo(dtype).eps * weights[0].norm()
+
+
+def test_seeding_repeats_the_numbers_of_all_global_generators() -> None:
+    drawn = []
+    for _ in range(2):
+        seed_everything(3)
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
