@@ -399,13 +399,12 @@ def _patch_base(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arg
     return ((args[0].abs(), *args[1:]), kwargs) if fits else None
 
 
-def _patch_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _patch_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
     """Keep what is under a root, a logarithm or a negative power away from 0; squares are finite there."""
     exponent = _get_exponent(name, args, kwargs)
     if _is_whole(exponent) and exponent > 0:
         return None
-    patched: Arguments | None = _clamp((*ROOTS, "lgamma", "digamma"), low=1e-4)(name, args, kwargs)
-    return patched
+    return _clamp((*ROOTS, "lgamma", "digamma"), low=1e-4)(name, args, kwargs)
 
 
 def _get_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
