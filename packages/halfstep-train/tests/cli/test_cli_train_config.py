@@ -154,7 +154,7 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["configs/slotcontrast/movi_e.yaml", "--bf16"], "halfstep train slotcontrast preset=movi_e\n"),
         (["configs/slotcontrast/ytvis2021.yaml"], "halfstep train slotcontrast preset=ytvis\n"),
         (["configs/unet.yaml"], "halfstep train unet\n"),
-        (["unet", "--epochs", "abc"], "Invalid value for '--epochs': Input should be a valid integer"),
+        (["unet", "--epochs", "abc"], "--epochs abc: must be a valid integer"),
         (["unet", "--num_train_epochs", "3"], "did you mean --epochs?"),
         (["unet", "--patience", "3"], "write settings as train.early_stopping_patience=VALUE"),
         (["unet", "--optimizer.lr=3"], "did you mean --lr?"),

@@ -243,9 +243,15 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
 def explain_usage_error(error: Any) -> ConfigError:
     """Return the parser's error as a ConfigError with a fix."""
+    from pydantic_core import ValidationError  # not before a mistake: most commands start without it
+
     context = error.ctx
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
+    if isinstance(error.__cause__, ValidationError):  # of pydantic, which converts typer's values
+        wrong = error.__cause__.errors()[0]
+        expected = wrong["msg"].partition(",")[0].replace("Input should", "must")
+        return ConfigError(f"{error.param.opts[0]} {wrong['input']}: {expected}", fix=help_text)
     # Only the parser's error for an unknown option has possibilities.
     if context is None or not hasattr(error, "possibilities"):
         return ConfigError(error.format_message().rstrip("."), fix=help_text)
