@@ -25,7 +25,7 @@ ORIGINALS = {
 }
 SHORTENED = {
     "gpus": {"KnownGPU", "_parse_model", "look_up_gpu"},  # without memory and rates; compared below
-    "terminal": {"OnceCommand", "explain_usage_error", "show_error"},  # without settings and ranks
+    "terminal": {"explain_usage_error", "show_error"},  # without settings and ranks
 }
 """What the copy has in a form of its own."""
 

@@ -18,7 +18,6 @@ import typer
 from halfstep_check.shared.errors import ConfigError, HalfstepError
 from halfstep_check.shared.terminal import (
     USAGE_ERROR,
-    OnceCommand,
     explain_usage_error,
     flush_or_drop,
     option,
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     command = make_command()
-    app.command(help=unwrap_paragraphs(command.__doc__ or ""), cls=OnceCommand)(command)
+    app.command(help=unwrap_paragraphs(command.__doc__ or ""))(command)
     try:
         # Not standalone: typer would draw its own errors, in another form than ours.
         sys.exit(app(words, prog_name="halfstep-check", standalone_mode=False) or 0)

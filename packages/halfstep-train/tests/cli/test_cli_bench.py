@@ -126,7 +126,7 @@ def test_json_alone_is_on_standard_output_and_files_are_written(
     assert row["ms_min"] <= row["ms"] <= row["ms_max"]
     assert row["floor_share"] > 0
     assert found["versions"]["torch"]
-    assert found["command"].startswith("halfstep ")
+    assert found["command"].startswith("halfstep")
     assert json.loads(saved.read_text()) == found
     assert exit_code(*FP32, "--save", str(saved)) == 2
     assert "exists already" in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate\n"),
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
-        (("unet", "--batch-size", "0"), "Invalid value for '--batch-size'"),
+        (("unet", "--batch-size", "0"), "--batch-size 0: must be greater than or equal to 1"),
         (("",), "the workload is ''"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "train.fast=off"), "fix: --modes eager"),

@@ -48,6 +48,13 @@ def test_the_bar_shows_count_rate_fields_and_time_left() -> None:
     assert line.endswith(" 50/150 0:30 left bf16 loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 4.8 GB")
 
 
+def test_at_80_columns_the_least_important_fields_go_first() -> None:
+    line = drawn(bar_at(150, 150, step_s=0.3), 80)
+    assert "\n" not in line
+    assert "150/150 0:00 left bf16 loss 0.234 iou 0.654 3.3 it/s" in line
+    assert "GB" not in line
+
+
 def test_position_and_time_left_of_a_long_run_survive_at_80_columns() -> None:
     clock = HandClock()
     bar = Bar("Epoch 12/100", 1000, whole=lambda: ("step 11,234/100,000", "1 h 10 min left"), clock=clock)

@@ -158,7 +158,7 @@ def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(
     with told.show_training(0, 3):
         told.exclude_compiling()
         told.record_step(1, 1.0, Waiting())
-        assert bar_of(told)._begin[1] == 1
+        assert bar_of(told)._pace_from[1] == 1
         told.record_step(2, 1.0, Waiting())
-        assert bar_of(told)._begin[1] == 1
+        assert bar_of(told)._pace_from[1] == 1
     assert capsys.readouterr().out.splitlines() == [COMPILING]

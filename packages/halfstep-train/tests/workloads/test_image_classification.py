@@ -63,11 +63,11 @@ def test_images_that_are_scaled_up_are_named_with_the_settings_that_keep_their_s
 
 def test_small_files_are_changed_less_even_if_they_are_scaled_up(folder: Path) -> None:
     small = built(folder, "data.augment.brightness=0.1")
-    assert small.train_samples.crops.area == (0.8, 1.0)
+    assert small.train_samples.crop_area == (0.8, 1.0)
     assert (small.settled["data.augment"].flip, small.settled["data.augment"].brightness) == (0.0, 0.1)
     assert "because of the size of the images" in dict(small.about)["augmentation"]
     given = built(folder, "data.augment.flip=0.5", "data.augment.crop_area=[0.1,1]")
-    assert (given.train_samples.crops.area, dict(given.settled)) == ((0.1, 1.0), {})
+    assert (given.train_samples.crop_area, dict(given.settled)) == ((0.1, 1.0), {})
 
 
 def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,7 +18,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
 
 from halfstep_check.shared.errors import ConfigError, HalfstepError
 
@@ -94,45 +92,13 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of all of the parser's own errors; typer has no public name for it."""
 
 
-def explain_usage_error(error: Any, context: Any = None) -> ConfigError:
-    """The parser's error in our words; `context` is that of the command which met it."""
-    context = error.ctx or context
-    what = getattr(error, "message", "") or error.format_message()
+def explain_usage_error(error: Any) -> ConfigError:
+    """Return the parser's error as a ConfigError with a fix."""
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
-    called = context.command_path if context else "halfstep-check"
+    called = error.ctx.command_path if error.ctx else "halfstep-check"
+    what = error.message if near else error.format_message()
     return ConfigError(what.rstrip("."), fix=f"{nearest}{called} --help explains every argument")
-
-
-def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
-    """Yield every occurrence of the option, as written."""
-    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
-    names = {*parameter.opts, *parameter.secondary_opts}
-    for index, argument in enumerate(arguments[:stop]):
-        name, equals, _ = argument.partition("=")
-        if name in names:
-            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
-            yield f"{argument} {arguments[index + 1]}" if has_value else argument
-
-
-class OnceCommand(TyperCommand):
-    """A command whose flags say one thing each, but for those that are made to be repeated."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for parameter in self.params:
-            if parameter.param_type_name == "option" and not parameter.multiple:
-                refuse_conflict(list(find_occurrences(args, parameter)))
-        try:
-            return super().parse_args(ctx, args)
-        except USAGE_ERROR as error:
-            raise explain_usage_error(error, ctx) from None
-
-
-def refuse_conflict(given: Sequence[str]) -> None:
-    """Raise ConfigError if one flag was given two values."""
-    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
-    if len(different) > 1:
-        raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
 
 
 def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:

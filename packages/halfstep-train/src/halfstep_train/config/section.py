@@ -19,6 +19,8 @@ Kind = TypeVar("Kind")
 DIGITS = r"\d+(_\d+)*"
 INTEGER = re.compile(rf"[-+]?{DIGITS}", re.ASCII)
 FLOAT = re.compile(rf"[-+]?(({DIGITS})?\.{DIGITS}|{DIGITS}\.?)(e[-+]?\d+)?|[-+]?\.?(inf|nan)", re.ASCII)
+LONGEST_NUMBER = 400
+"""In characters; the longest float has 309 digits before its point."""
 NULLS = {"", "~", "null", "none"}
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -36,6 +38,8 @@ def parse_scalar(text: str) -> object:
         return None
     if word in BOOLS:
         return BOOLS[word]
+    if len(word) > LONGEST_NUMBER:
+        return str(text)
     if INTEGER.fullmatch(word):
         return int(word)
     if FLOAT.fullmatch(word):

@@ -31,6 +31,7 @@ from halfstep.errors import (
     ConfigError,
     DataError,
     ModelError,
+    make_printable,
     suggest_command,
 )
 from halfstep.precision.plan import Plan
@@ -155,6 +156,12 @@ class RunFolder:
     @classmethod
     def refuse_unusable(cls, path: Path) -> None:
         """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
+        if make_printable(str(path)) != str(path):
+            raise CheckpointError(
+                f"the name of the run's folder {path} is not printable UTF-8 text",
+                why="safetensors cannot read files from such a folder",
+                fix="choose another name with --out",
+            )
         if path.is_dir() and any(path.iterdir()):
             raise _explain_taken(cls(path))
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
