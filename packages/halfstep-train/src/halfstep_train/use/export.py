@@ -69,8 +69,8 @@ class ExportResult:
     bytes_before: int
     bytes_after: int
     ms_before: float
-    """Time of one sample on this CPU: in torch, and below in onnxruntime."""
-    ms_after: float | None
+    """Time of one sample on this CPU in torch, and below of the written file: in onnxruntime, or read back into torch."""
+    ms_after: float
     largest_difference: float | None
     """Between the outputs for the first validation samples."""
     quantised_share: float | None
@@ -118,7 +118,7 @@ def export(
         written: nn.Module
         if to == "safetensors":
             written = write_safetensors(model, kind.make_export(config, run.store), command, folder, DTYPES[format])
-            largest, share, ms_after = None, None, None
+            largest, share = None, None
         else:
             with report.show_phase("Writing ONNX", 1) as bar:
                 share = write_onnx(loaded, command, folder / "model.onnx", format)
@@ -126,7 +126,6 @@ def export(
             written = OnnxModel(folder / "model.onnx")
             shown = [loaded.look(k)[0][command.input] for k in range(min(NUM_COMPARED, len(workload.val_samples)))]
             largest = max(_compare(model, written, one) for one in shown)
-            ms_after = _time_sample(written, x)
         after = _score(replace(loaded, model=written), evaluating_as, folder / "after")
         facts = load_part(command.describe)(config, run.store, folder)
         write_atomically(folder / "preprocessing.json", dump_json(facts) + "\n")
@@ -147,7 +146,7 @@ def export(
             bytes_before=sum(value.nbytes for value in model.state_dict().values()),
             bytes_after=sum(file.stat().st_size for file in files if not is_picture[file]),
             ms_before=_time_sample(model, x),
-            ms_after=ms_after,
+            ms_after=_time_sample(written, x),
             largest_difference=largest,
             quantised_share=share,
             warning=_warn_about_fall(workload, before, after),
@@ -353,9 +352,8 @@ def show_export(found: ExportResult, console: Console) -> None:
     """Print what was written, and scores, size and time before and after."""
     names = [name for name in found.before if "/" not in name]
 
-    def list_cells(scores: Mapping[str, float], num_bytes: int, ms: float | None) -> list[str]:
-        time = "-" if ms is None else f"{ms:.2f} ms"
-        return [*(f"{scores[name]:.4f}" for name in names), format_bytes(num_bytes), time]
+    def list_cells(scores: Mapping[str, float], num_bytes: int, ms: float) -> list[str]:
+        return [*(f"{scores[name]:.4f}" for name in names), format_bytes(num_bytes), f"{ms:.2f} ms"]
 
     columns = {
         "": [*names, "size", "time per sample on this CPU"],
