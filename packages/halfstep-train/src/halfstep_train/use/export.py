@@ -69,7 +69,7 @@ class ExportResult:
     bytes_before: int
     bytes_after: int
     ms_before: float
-    """Time of one sample on this CPU in torch, and below of the written file: in onnxruntime, or read back into torch."""
+    """Time of one sample on this CPU in torch; below of the written file, in onnxruntime or read back into torch."""
     ms_after: float
     largest_difference: float | None
     """Between the outputs for the first validation samples."""
