@@ -45,7 +45,7 @@ def searched(world: World) -> Plan:
         time = TrialTime(1e6, most_s=MOST_S)
         return dataclasses.replace(plan, **ModeSearch(plan, time, rehearsal).search().fields)
 
-    return LeadingRehearsal(config, workload, world, "cpu").plan(make)
+    return LeadingRehearsal(config, workload, world, "cpu", 0).plan(make)
 
 
 def refused(world: World) -> str:
@@ -56,7 +56,7 @@ def refused(world: World) -> str:
 
     config = config_with()
     with pytest.raises(ConfigError) as error:
-        LeadingRehearsal(config, build_workload(config), world, "cpu").plan(make)
+        LeadingRehearsal(config, build_workload(config), world, "cpu", 0).plan(make)
     return error.value.what
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from halfstep.disk import seal
 from halfstep.tensor_files import CHUNK_BYTES, write_tensors
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Version of what hs.save and the checkpoints of runs hold, sharded or not."""
 DOCUMENT = "halfstep"
 """Key of the document in a file's metadata."""

@@ -127,7 +127,11 @@ def make_header(described: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
 def refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"safetensors cannot store {name}, which is {tensor.dtype}")
+            raise CheckpointError(
+                f"safetensors cannot store {name}, which is {tensor.dtype}",
+                why="its only complex format is complex64" if tensor.is_complex() else "the format has no such dtype",
+                fix="convert it to another dtype",
+            )
 
 
 def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:

@@ -113,6 +113,7 @@ LAYOUTS = (
 NO_FOLDER = "random"
 """Any text: with a data folder a workload has its full size, without one that of its demo."""
 UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
+MOST_BYTES = 10**15
 SIZES = {letter: 10 ** (3 * power) for power, letter in enumerate("mgt", 2)}
 SIZES |= {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("mgt", 2)}
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
@@ -274,7 +275,7 @@ def read_size(text: str) -> int:
     """Parse `24GB` or `24 GiB` to bytes; a number alone is gigabytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([mgt]i?)b?)?", text.strip().lower())
     size = int(float(found[1]) * SIZES[found[2] or "g"]) if found else 0
-    if not size:
+    if not 0 < size <= MOST_BYTES:
         raise ConfigError(
             f"--fit {text!r} is not a memory size", fix="write a number and its unit: --fit 24GB, or --fit 40GiB"
         )

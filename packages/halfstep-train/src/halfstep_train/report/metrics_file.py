@@ -66,12 +66,14 @@ def find_last_step(path: Path) -> int | None:
     return max((record["step"] for _, record in _iterate_records(path) if "step" in record), default=None)
 
 
-def cut_back(path: Path, num_records: int) -> None:
-    """Keep the records that existed at a checkpoint, by count: one step may write before and after it."""
+def cut_back(path: Path, num_records: int) -> int:
+    """Keep the records that existed at a checkpoint, by count: one step may write before and after it. Return how many
+    there are, which are fewer if some were lost."""
     if not path.exists() and not path.is_symlink():  # writing would create the target of a dangling link
-        return
+        return 0
     kept = [line for line, _ in _iterate_records(path)][:num_records]
     write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
+    return len(kept)
 
 
 def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -8,12 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import decide_plan
 from halfstep_train.run.folder import RunFolder
-from halfstep_train.run.memory.sizing import choose_pieces, choose_reduction, choose_sharding, make_peak_predictor
+from halfstep_train.run.memory.sizing import (
+    choose_pieces,
+    choose_reduction,
+    choose_sharding,
+    make_peak_predictor,
+    measure_free_bytes,
+)
 from halfstep_train.run.memory.traceable_step import build_traceable_step
 from halfstep_train.run.rehearsal import LeadingRehearsal, RunRehearsal
 from halfstep_train.run.resume import Changes, refuse_missing_device
@@ -48,7 +56,9 @@ class PlanChoice:
         own, world = (self._trial_config, self.workload), self.rank.world
         if world is None:
             return make(RunRehearsal(*own))
-        return LeadingRehearsal(*own, world, probe(self.device).device).plan(make)
+        device = probe(self.device).device
+        free = measure_free_bytes(torch.device(device)) if device.startswith("cuda") else 0
+        return LeadingRehearsal(*own, world, device, min(world.gather(free))).plan(make)
 
     @property
     def _trial_config(self) -> RunConfig:
@@ -86,7 +96,8 @@ class PlanChoice:
         plan = tune_plan(plan, rehearsal, self._say, peak=peak)
         if not train.auto_batch:
             return dataclasses.replace(plan, pieces=1)
-        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace)
+        free = rehearsal.free_bytes if isinstance(rehearsal, LeadingRehearsal) else None
+        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace, free)
         return dataclasses.replace(plan, pieces=pieces)
 
     def _say(self, line: str) -> None:

@@ -153,7 +153,8 @@ def show_summary(
     parts, stopping = loop.parts, loop.parts.stopping
     memory = get_peak_memory_bytes(parts.device)
     best = loop.checkpoints.find_best()
-    best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "no finite validation"
+    missing = "not validated" if loop.validated_at < 0 else "no finite validation"
+    best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else missing
     rows = [
         *([] if is_dry_run(folder.path) else [("run", str(folder.path))]),
         (f"best {parts.workload.metric}", best_metric),

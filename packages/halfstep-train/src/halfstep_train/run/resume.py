@@ -8,6 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -97,7 +99,15 @@ def recover_settings(
             why="the checkpoints belong to another model",
             fix="undo the edit, or start a new run",
         )
-    stored = type(own).model_validate(settings)
+    try:
+        stored = type(own).model_validate(settings)
+    except ValidationError as error:
+        names = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
+        raise CheckpointError(
+            f"{file.parent} has settings that this version of halfstep does not know: {names}",
+            why="another version wrote the run",
+            fix="resume it with that version, or start a new run",
+        ) from error
     refuse_changes(stored, own, allow=allow, kept=kept, edited=file)
     return stored
 

@@ -197,7 +197,7 @@ class Recording:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def __enter__(self) -> Self:
         torch.cuda.synchronize(self.device)

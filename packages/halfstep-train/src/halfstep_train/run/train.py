@@ -168,7 +168,8 @@ class Run:
             plan = choice.choose_again(folder, changes, is_other_mesh=bool(stored.note))
             if self.rank.writes:
                 # Records of steps after the checkpoint: they will be repeated.
-                cut_back(folder.metrics, int(stored.state["journal"]["num_records"]))
+                journal = stored.state["journal"]
+                journal["num_records"] = cut_back(folder.metrics, int(journal["num_records"]))
             self._assemble(plan)
             self.warnings += [*stored.damaged, *moved, *other, *describe_changed_data(self.workload, folder)]
             self.warnings += check_disk(self.parts, folder, config.optimizer)

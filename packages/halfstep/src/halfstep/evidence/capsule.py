@@ -29,7 +29,7 @@ from halfstep.evidence.capsule_folder import list_capsules as list_capsules  # p
 from halfstep.state_files import MALFORMED, measure_file, pack, unpack, write_files
 from halfstep.tensor_files import TensorFile
 
-VERSION = 1
+VERSION = 2
 BATCHES, STATE = "batches.safetensors", "state.safetensors"
 MOST_BYTES = 4 << 30
 """Weights above this are not copied into a capsule."""

@@ -42,5 +42,9 @@ def make_captured_ledger(code: Ledger, replay: Sequence[Event], mode: str = "cap
     rows = [KernelRow(name=name, calls=len(own), time_share=sum(own) / total) for name, own in times.items()]
     rows.sort(key=lambda row: -row.time_share)
     return dataclasses.replace(
-        code, mode=mode, kernels=tuple(rows), summary=f"{len(replay)} kernels; as {code.mode}: {code.summary}"
+        code,
+        mode=mode,
+        findings=(),
+        kernels=tuple(rows),
+        summary=f"{len(replay)} kernels; as {code.mode}: {code.summary}",
     )

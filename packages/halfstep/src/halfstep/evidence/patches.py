@@ -408,11 +408,13 @@ def _patch_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arg
 
 
 def _get_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs.get("exponent", args[-1]) if name == "pow" else None
+    if name != "pow":
+        return None
+    return kwargs["exponent"] if "exponent" in kwargs else args[-1]
 
 
 def _is_whole(exponent: Any) -> bool:
-    return isinstance(exponent, int | float) and exponent == int(exponent)
+    return isinstance(exponent, int) or isinstance(exponent, float) and exponent.is_integer()
 
 
 ROOTS = ("pow", "sqrt", "rsqrt", "log", "log2", "log10")

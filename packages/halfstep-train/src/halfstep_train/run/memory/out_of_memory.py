@@ -51,10 +51,10 @@ def explain_out_of_memory(
     smaller = max(size // (2 * pieces), num_ranks)
     ways = list(planned)
     if size > num_ranks:
-        by_itself = "does this automatically" if num_ranks == 1 else "does this as predicted before the run"
+        by_itself = "automatically" if num_ranks == 1 else "as predicted before the run"
         ways.append(
             f"train.batch_size={smaller} train.accumulate={accumulate * -(-size // (pieces * smaller))}"
-            f" (same effective batch; train.auto_batch=true {by_itself})"
+            f" (same effective batch{'' if train.auto_batch else f'; train.auto_batch=true does this {by_itself}'})"
         )
     ways.append("--precision bf16 (activations take half the memory)")
     if train.memory != "low":

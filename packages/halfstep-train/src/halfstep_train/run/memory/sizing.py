@@ -50,12 +50,12 @@ Trace = Callable[[], TraceableStep]
 """Builds the run's step without its content, where its memory is to be predicted."""
 
 
-def choose_pieces(train: TrainConfig, plan: Plan, say: Say, trace: Trace) -> int:
+def choose_pieces(train: TrainConfig, plan: Plan, say: Say, trace: Trace, limit: int | None) -> int:
     """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step, as predicted: 1, 2,
-    4 ... A single rank halves them again during training if the prediction was too optimistic."""
+    4 ... until a step takes `limit` bytes, or the free ones. A single rank halves them again in training if needed."""
     if not plan.on_cuda:
         return 1
-    limit = measure_free_bytes(torch.device(plan.device))
+    limit = measure_free_bytes(torch.device(plan.device)) if limit is None else limit
     try:
         pieces = find_fitting_pieces(train, plan, trace, limit)
     except HalfstepError as error:

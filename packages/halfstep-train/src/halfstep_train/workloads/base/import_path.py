@@ -50,8 +50,9 @@ def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, name, None)
     if found is None or not (callable(found) or hasattr(found, "builder")):
-        near = suggest_nearest(name, [key for key, value in vars(module).items() if callable(value)])
-        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}; {near}")
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        near = f"; {suggest_nearest(name, functions)}" if functions else ""
+        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
     return found
 
 

@@ -15,7 +15,7 @@ index 600 is in all three splits, and the IRT4 validation maps are all training 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -288,18 +288,30 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
     Only headers are read, unless bad files are to be skipped: then every image is decoded.
     """
     paths = list(dict.fromkeys(path for item in files for path in item.list_paths()))
-    read: Callable[[Path], object] = _read_whole if bad_files.mode == "skip" else read_image_facts
+    read = _read_whole if bad_files.mode == "skip" else _read_size
     found = dict(zip(paths, run_in_threads(read, paths), strict=True))
-    errors = {path: error for path, error in found.items() if isinstance(error, DataError)}
     usable = []
     for item in files:
-        if faults := [errors[path] for path in item.list_paths() if path in errors]:
+        sizes = {path: found[path] for path in item.list_paths()}
+        if faults := [size for size in sizes.values() if isinstance(size, DataError)]:
             bad_files.report(faults[0])
+        elif len(set(sizes.values())) > 1:
+            error = DataError(
+                f"images of one map differ in size: {', '.join(f'{path} is {sizes[path]}' for path in sizes)}",
+                why="a pixel of the inputs and of the gains must be the same place",
+                fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
+            )
+            bad_files.report(error)
         else:
             usable.append(item)
     return tuple(usable)
 
 
-def _read_whole(path: Path) -> None:
-    size = read_image_facts(path).size
+def _read_size(path: Path) -> tuple[int, int]:
+    return read_image_facts(path).size
+
+
+def _read_whole(path: Path) -> tuple[int, int]:
+    size = _read_size(path)
     read_antenna(path, size) if path.parent.name == "antennas" else _read_bytes(path)
+    return size
