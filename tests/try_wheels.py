@@ -112,7 +112,7 @@ def use(python: Path, wheels: list[Path], constraints: Path, venv: Path) -> None
     assert "pip install" in done.stderr, done.stderr
     run(*install, "--find-links", train.parent, f"{halfstep}[cli]", check)
     shown = subprocess.check_output([bin_folder / "halfstep", "--version"], cwd=venv, text=True)
-    assert shown.split() == ["halfstep", version], shown
+    assert shown.strip() == f"halfstep {version}, halfstep-train {version}", shown
     small = ("train.max_steps=2", "train.epochs=1", "model.base_channels=8", "data.image_size=32", "data.num_workers=0")
     run(bin_folder / "halfstep", "train", "unet", "--out", "run", "--quiet", "--precision", "fp32", *small, cwd=venv)
     run(bin_folder / "halfstep", "evaluate", "run", "--json", cwd=venv, quiet=True)
