@@ -47,6 +47,16 @@ def test_a_cache_is_kept_while_it_was_made_from_the_same(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_with_the_name_of_a_cache_is_written_again_whatever_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / ".halfstep-32.pack"
+    path.touch()
+    assert opened(path)[1]
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(DataError, match="overwrites only its own caches"):
+        opened(other)
+
+
 @pytest.mark.parametrize("place", [DATA_AT, DATA_AT + NUM_BYTES - 1, DATA_AT + NUM_BYTES + 9, -1])
 def test_a_flipped_bit_is_found_and_the_cache_written_again(tmp_path: Path, place: int) -> None:
     path = tmp_path / "a"

@@ -79,6 +79,13 @@ def test_hidden_files_are_no_samples(tmp_path: Path) -> None:
     assert [found.name for found in open_(tmp_path)] == ["v.tar/a"]
 
 
+def test_a_name_that_a_shard_holds_twice_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path / "w.tar", {"a.video.npy": video, "a.VIDEO.npy": video})
+    with pytest.raises(DataError) as refused:
+        open_(tmp_path)
+    assert "it holds a.VIDEO.npy twice" in str(refused.value)
+
+
 def test_a_packed_tar_is_refused_with_the_way_out(tmp_path: Path) -> None:
     shards(tmp_path, "v", (1,))
     plain = tmp_path / "v-000000.tar"

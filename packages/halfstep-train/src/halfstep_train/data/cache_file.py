@@ -132,7 +132,8 @@ def open_or_write(
 
 
 def _write_cache(path: Path, what: str, made_from: str, write: Callable[[CacheWriter], None]) -> None:
-    if path.exists() and not _is_cache(path, what):
+    is_ours = path.name.startswith(".halfstep-") or _is_cache(path, what)  # by name also with a damaged start
+    if path.exists() and not is_ours:
         raise DataError(
             f"{path} exists and is not a {what}",
             why="halfstep overwrites only its own caches",

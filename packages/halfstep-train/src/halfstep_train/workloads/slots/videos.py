@@ -226,7 +226,10 @@ def index_shard(path: Path, *, bad_files: BadFiles) -> dict[str, dict[str, tarfi
                 folder, _, file = member.name.rpartition("/")
                 key, _, ending = file.partition(".")
                 if member.isreg() and key:  # without a key: hidden files such as .DS_Store, ._video.npy
-                    samples.setdefault(f"{folder}/{key}".lstrip("/"), {})[ending.lower()] = member
+                    files = samples.setdefault(f"{folder}/{key}".lstrip("/"), {})
+                    if ending.lower() in files:
+                        raise tarfile.ReadError(f"it holds {member.name} twice")
+                    files[ending.lower()] = member
             # tarfile treats anything that is not a header as the end, also in a truncated or damaged file. A complete
             # file has an end marker there: a block of zeros.
             assert shard.fileobj is not None
