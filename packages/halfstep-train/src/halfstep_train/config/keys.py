@@ -75,7 +75,7 @@ def is_empty(value: object) -> bool:
 
 
 def suggest_key(path: str, schema: type[Section]) -> str:
-    """Suggest the most similar setting, by full path and last name."""
+    """Suggest the most similar setting, by full path and last name, or up to three that are equally similar."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
     names |= dict(zip(PER_RANK_KEYS, PER_RANK_KEYS, strict=True))
     names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in list_fields(schema)}
@@ -85,9 +85,11 @@ def suggest_key(path: str, schema: type[Section]) -> str:
         # All settings of a section share its name, so the last name decides.
         return _compare(get_last_name(path), get_last_name(spelling)), _compare(path, spelling)
 
-    nearest = max(names, key=lambda spelling: sum(compare(spelling)))
-    if compare(nearest)[0] >= SIMILAR:
-        return f"did you mean {names[nearest]}?"
+    ranked = sorted(names, key=lambda spelling: -sum(compare(spelling)))
+    likeness = compare(ranked[0])[0]
+    if likeness >= SIMILAR:  # `warmup` abbreviates several settings
+        near = dict.fromkeys(names[spelling] for spelling in ranked if compare(spelling)[0] == likeness)
+        return f"did you mean {' or '.join([*near][:3])}?"
     return "`halfstep train WORKLOAD --show-config` lists every setting"
 
 
