@@ -333,6 +333,9 @@ class PrecisionConfig(Section):
     force: bool = Field(
         default=False, description="Run fp8 in every layer that supports it, even where bf16 is measured to be faster"
     )
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        default="tensorwise", description="fp8's scales: one per tensor, per row, or per row with bf16 weight gradients"
+    )
 
     @field_validator("default", mode="before")
     @classmethod

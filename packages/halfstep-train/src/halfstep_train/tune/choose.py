@@ -20,8 +20,8 @@ from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_gains_once
 from halfstep.own_loop.repeated_blocks import describe_blocks
+from halfstep.precision.decide import needs_fp8_trial
 from halfstep.precision.fp8 import fall_back_to_bf16, judge_whole_steps, measure_layer_gains
-from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import PrecisionConfig, TrainConfig
 from halfstep_train.tune.memory_low import (
@@ -243,12 +243,13 @@ def measure_fp8_gains(
 ) -> dict[str, Fp8Gain]:
     """Return fp8's gain by module name for `decide(..., fp8_gains=...)`; empty if fp8 is not requested or not
     possible."""
-    is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
-    if not is_asked or not hardware.device or explain_lack("fp8", hardware):
+    if not needs_fp8_trial(wish, hardware) or not hardware.device:
         return {}
     batch = workload.prepare_batch(load_first_batch(train, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
-    return measure_layer_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
+    return measure_layer_gains(
+        workload.model, forward, hardware, find_cache_directory(), wish.fp8_recipe, measure=measure
+    )
 
 
 def find_asked_mode(train: TrainConfig, plan: Plan) -> Mode | None:

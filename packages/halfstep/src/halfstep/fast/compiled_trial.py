@@ -86,7 +86,11 @@ def compare_gradients(path: FastPath, level: Level, attempt: Attempt) -> bool:
     step = path.step
     window: Sequence[Any] = attempt.calls
     gradients = []
-    plain, compiled = (run_calls(attempt, compiler, step, []) for compiler in ("aten", level.compiler))
+    uncompiled: Compiler = "aten fp8" if "fp8" in level.compiler else "aten"
+    for call in attempt.calls:
+        if uncompiled not in call.entry.codes:
+            call.entry.compile(uncompiled)
+    plain, compiled = (run_calls(attempt, compiler, step, []) for compiler in (uncompiled, level.compiler))
     exact = turn_off_autocast(run_reference(attempt, has_exchanges=False))
     with path.aside(attempt) as (state, before):
         for code in (plain, compiled, exact):

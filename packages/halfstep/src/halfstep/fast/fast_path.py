@@ -36,8 +36,10 @@ from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.distributed.sharding import Sharding
+from halfstep.errors import HardwareError
 from halfstep.fast import compiled_trial
 from halfstep.fast.certificate import Certificate, ReplayDiffers, StateCopy, StepState
+from halfstep.fast.fp8_trial import Fp8Trial, try_fp8
 from halfstep.fast.hand_rates import HandRates
 from halfstep.fast.windows import (
     Call,
@@ -190,6 +192,7 @@ class FastPath:
         *,
         changed_optimizers: Sequence[str] = (),
         pardon: Callable[[int], None] = lambda attempted: None,
+        fp8: Fp8Trial | None = None,
     ) -> None:
         """`pardon` is called with a number: dropped steps before it are the compiler's fault."""
         self.step, self.options, self.asked = step, options, options.mode
@@ -197,6 +200,11 @@ class FastPath:
         asked = options.mode
         self.reason = "fast='off'" if asked == "off" else self._find_obstacle()
         self.state = State.EAGER if self.reason else START[asked]
+        self.fp8 = fp8
+        if fp8 is not None and self.state in (State.EAGER, State.GRAPH):
+            self._give_up_fp8(f"it pays in compiled steps only: {self.reason or 'fast=' + repr(asked)}")
+        elif fp8 is not None:
+            say("steps run in bf16 until the compiled one is measured in fp8")
         self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
         self.shapes: dict[Key, Shape] = {}
         self.level = self.make_level("aten")
@@ -237,6 +245,15 @@ class FastPath:
             self.tracers.clear()
         if line:
             say(f"{line}{reason}")
+        if self.state in (State.GRAPH, State.EAGER) and self.fp8 is not None:
+            say(self._give_up_fp8(f"the step is not compiled: {reason}"))
+
+    def _give_up_fp8(self, why: str) -> str:
+        """Stay in bf16, or raise under `strict`. Return the warning."""
+        trial, self.fp8 = self.fp8, None
+        assert trial is not None
+        self.step.plan = trial.fall_back(self.step.plan, why)
+        return self.step.plan.warnings[-1]
 
     @property
     def why_eager(self) -> str:
@@ -280,6 +297,9 @@ class FastPath:
                 if attempt.facts is not None:
                     return attempt.facts
                 break
+            except HardwareError:  # strict precision refuses what would run instead
+                attempt.undo_exchanges()
+                raise
             except Exception as error:
                 if attempt.is_handed_over or self.step.attempted > number and attempt.facts is None:
                     raise  # by the user's code: loss_fn in this step, or on_commit after it
@@ -406,7 +426,7 @@ class FastPath:
 
             if len(self.tracers) >= MAX_TRACERS:
                 self.tracers.popitem(last=False)
-            self.tracers[flags] = TracedLoss(self.step.plan, pure_ops=frozenset(self.options.pure_ops))
+            self.tracers[flags] = TracedLoss(self.step.plan, pure_ops=frozenset(self.options.pure_ops), fp8=self.fp8)
         return self.tracers[flags]
 
     def _forget_traces(self) -> None:
@@ -443,8 +463,14 @@ class FastPath:
         if level.num_replays % LOOK_EVERY:
             return
         # Where a hook runs, trying would run it many times.
-        can_try = self.state is State.UNTRIED and not self.find_eager_commit()
-        if can_try and compiled_trial.is_worth_it(self, attempt):
+        eager_commit = self.find_eager_commit()
+        can_try = self.state is State.UNTRIED and not eager_commit
+        if self.fp8 is not None and self.fp8.is_pending and eager_commit:
+            say(self._give_up_fp8(f"the step is captured without its commit: {eager_commit}"))
+        elif self.fp8 is not None and self.fp8.is_pending and level is self.compiled:
+            if line := try_fp8(self, self.fp8, graph, attempt):
+                say(line)
+        elif can_try and compiled_trial.is_worth_it(self, attempt):
             say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
             compiled_trial.try_compiled(self, graph, attempt)
         elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
@@ -766,7 +792,11 @@ def explain(error: BaseException) -> str:
     return line if isinstance(error, (NotTraced, CaptureFailed)) else f"{type(error).__name__}: {line}".rstrip(": ")
 
 
-NAMES = {"aten": "torch's kernels", "inductor": "Inductor's code"}
+NAMES: dict[Compiler, str] = {
+    "aten": "torch's kernels",
+    "inductor": "Inductor's code",
+    "inductor fp8": "Inductor's code",
+}
 
 
 def compile_sharded_blocks(sharding: Sharding) -> None:

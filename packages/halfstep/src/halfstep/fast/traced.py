@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdat
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
+
+if TYPE_CHECKING:
+    from halfstep.fast.fp8_trial import Fp8Trial
 
 PURE = frozenset({"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"})
 """Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
@@ -79,8 +82,8 @@ class NoEntry(Exception):
 class TracedLoss:
     """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
 
-    def __init__(self, plan: Plan, *, pure_ops: frozenset[str] = frozenset()) -> None:
-        self.plan, self.device = plan, torch.device(plan.device)
+    def __init__(self, plan: Plan, *, pure_ops: frozenset[str] = frozenset(), fp8: Fp8Trial | None = None) -> None:
+        self.plan, self.device, self.fp8 = plan, torch.device(plan.device), fp8
         self.pure_ops = PURE | pure_ops
         self._autocast = self._make_autocast()
         self.entries: list[Entry] = []
@@ -206,14 +209,22 @@ class TracedLoss:
         self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
     ) -> None:
         """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
-        if compiler == "inductor" and entry.has_numbers:
+        if compiler.startswith("inductor") and entry.has_numbers:
             raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
+        is_fp8 = compiler in ("aten fp8", "inductor fp8")
+        if is_fp8:
+            assert self.fp8 is not None
+            assert entry.last_inputs is not None
+            module = self.fp8.convert(module, entry.last_inputs)
         shared = find_shared(module)
         entry.codes[compiler] = self._compile_once(entry, share_casts(module, shared), examples, context, compiler)
         if not shared.isdisjoint(entry.mutated):
             # A weight that forward writes gets its gradient from AOTAutograd only if its casts are not shared.
             module = share_casts(module, shared - entry.mutated)
             entry.codes[compiler] = self._compile_once(entry, module, examples, context, compiler)
+        if is_fp8 and entry.why_not:
+            reason, entry.why_not = entry.why_not, ""  # the code in bf16 can be captured
+            raise NotTraced(reason)
 
     def _compile_once(
         self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
@@ -237,7 +248,7 @@ class TracedLoss:
             entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
             if not entry.why_not:
                 inputs = place_numbers(graph, inputs, self.device)
-            return run_boxed(graph) if compiler == "aten" else compile_by_inductor(graph, inputs, settings)
+            return run_boxed(graph) if compiler.startswith("aten") else compile_by_inductor(graph, inputs, settings)
 
         def split(joint: GraphModule, *arguments: Any, **named: Any) -> tuple[GraphModule, GraphModule]:
             place_constants(joint, self.device)
@@ -247,7 +258,7 @@ class TracedLoss:
         # at once, too, so that it is scanned before any of the user's code has run.
         settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
         with tracing(context), self._make_autocast(), self.plan.backend(), torch._functorch.config.patch(settings):
-            if compiler == "aten":
+            if compiler.startswith("aten"):
                 return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=split)(module, examples)
             from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
 

@@ -21,7 +21,8 @@ from halfstep.step.flat import are_same_objects, is_finite
 from halfstep.step.step import GuardedStep, LossFn
 
 Key = tuple[object, ...]
-Compiler = Literal["aten", "inductor"]
+Compiler = Literal["aten", "inductor", "aten fp8", "inductor fp8"]
+"""What makes code of a graph; fp8: of a copy with fp8 products."""
 Code = Callable[..., Sequence[Any]]
 
 

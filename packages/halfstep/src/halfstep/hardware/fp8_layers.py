@@ -7,10 +7,11 @@ torchao's, compiled, fp32 weights, bf16 input and output.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,6 @@ from halfstep.errors import PrecisionError, suggest_install
 from halfstep.hardware.cache import make_cache_key, read_json, write_json
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Driver
-
-RECIPE = "tensorwise"
-"""One scale per tensor, recomputed each time: torchao's fastest recipe, stateless, and the one simulation follows."""
 
 MANY_SHAPES = 64
 """Compiled variants that torch keeps of one function; its default of 8 would stop the measurement after four shapes."""
@@ -57,7 +55,7 @@ class Fp8Gain:
         return f"fp8 {self.fp8_ms:.3f} ms, bf16 {self.bf16_ms:.3f} ms, {self.ratio:.2f}x"
 
 
-def convert_to_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
+def convert_to_float8(layer: nn.Linear, recipe: str = "tensorwise", *, emulate: bool = False) -> Any:
     """Return torchao's fp8 layer with this layer's weights. `emulate` multiplies in fp32, on hardware without fp8.
 
     torchao's public function is used because it also fixes inductor where Triton writes wrong fp8 bytes.
@@ -72,19 +70,25 @@ def convert_to_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
             why=f"halfstep runs fp8 matmuls through torchao ({error})",
             fix=f"{suggest_install('torchao')}, or --precision bf16; --simulate gives fp8's numerics without it",
         ) from error
-    config = Float8LinearConfig(emulate=True) if emulate else Float8LinearConfig.from_recipe_name(RECIPE)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     return convert_to_float8_training(layer, config=config)
 
 
 def measure_fp8_gain(
-    in_features: int, out_features: int, tokens: int, device: str, *, driver: Driver | None = None
+    in_features: int,
+    out_features: int,
+    tokens: int,
+    device: str,
+    recipe: str = "tensorwise",
+    *,
+    driver: Driver | None = None,
 ) -> Fp8Gain:
     """Time one layer in both formats; takes a few seconds, mostly compilation."""
     driver = driver or Driver()
     shape, place = LayerShape(in_features, out_features, tokens), driver.get_device(device)
     plain, other = (nn.Linear(in_features, out_features, device=place) for _ in range(2))
     with torch._dynamo.config.patch(recompile_limit=MANY_SHAPES):
-        fp8_s = _time_layer(convert_to_float8(other), shape, device, driver, work="linear fp8")
+        fp8_s = _time_layer(convert_to_float8(other, recipe), shape, device, driver, work="linear fp8")
         # The bf16 layer runs under autocast, as in training: casting its fp32 weight is part of its cost.
         with torch.autocast(place.type, torch.bfloat16):
             bf16_s = _time_layer(plain, shape, device, driver, work="linear bf16")
@@ -108,18 +112,19 @@ def measure_gains_once(
     shapes: Iterable[LayerShape],
     hardware: Hardware,
     directory: Path,
+    recipe: str = "tensorwise",
     *,
-    measure: Callable[[int, int, int, str], Fp8Gain] = measure_fp8_gain,
+    measure: Callable[[int, int, int, str, str], Fp8Gain] = measure_fp8_gain,
 ) -> dict[LayerShape, Fp8Gain]:
     """Return the gains of these shapes: stored ones, and new measurements, which are stored."""
-    convert_to_float8(nn.Linear(16, 16, device="meta"))  # a stored number must not hide that torchao is missing
-    path = directory / f"fp8-torchao-{version('torchao')}-{make_cache_key(hardware)}"
+    convert_to_float8(nn.Linear(16, 16, device="meta"), recipe)  # a stored number must not hide that torchao is missing
+    path = directory / f"fp8-{recipe}-torchao-{version('torchao')}-{make_cache_key(hardware)}"
     stored = _read_stored(path)
     missing = [shape for shape in dict.fromkeys(shapes) if str(shape) not in stored]
     for shape in missing:
-        stored[str(shape)] = measure(*shape, hardware.device)
+        stored[str(shape)] = measure(*shape, hardware.device, recipe)
     if missing:
-        write_json(path, {name: asdict(gain) for name, gain in stored.items()})
+        write_json(path, {name: dataclasses.asdict(gain) for name, gain in stored.items()})
     return {shape: stored[str(shape)] for shape in dict.fromkeys(shapes)}
 
 

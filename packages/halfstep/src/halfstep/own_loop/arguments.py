@@ -303,7 +303,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
 # --- a model sharded by fully_shard ---
 
 
-def check_sharded(model: nn.Module, plan: Plan, *, capsules: object) -> dict[str, object]:
+def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bool) -> dict[str, object]:
     """Refuse what a sharded model cannot have. Return what must be equal on all ranks; empty if it is not sharded."""
     sharding = find_sharding(model)
     if sharding is None:
@@ -313,6 +313,12 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object) -> dict[str
             f"capsules={capsules!r} with a sharded model",
             why="a capsule holds whole weights, and no rank has them",
             fix="leave capsules= out; to look for the cause of a bad step, run a smaller model without fully_shard",
+        )
+    if has_fp8 or any(row.compute == "fp8" for row in plan.rows):
+        raise PrecisionError(
+            "precision 'fp8' with a sharded model",
+            why="fp8 pays in compiled steps only, and a sharded step is not captured",
+            fix="precision='bf16'",
         )
     policies = _list_policies(sharding)
     for policy in policies:

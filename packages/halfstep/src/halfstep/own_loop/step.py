@@ -19,6 +19,7 @@ from halfstep.errors import ConfigError
 from halfstep.evidence.watch import Watch
 from halfstep.fast.certificate import Certificate
 from halfstep.fast.fast_path import Fast, FastMode, FastPath, split_results
+from halfstep.fast.fp8_trial import plan_fp8_trial
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
     check_choice,
@@ -48,7 +49,7 @@ from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
 from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.precision.apply import apply
-from halfstep.precision.decide import Precision, decide
+from halfstep.precision.decide import Precision
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
@@ -175,13 +176,13 @@ class Step:
         folder, asked, captures = check_folder(capsules), read_precision(precision), read_fast(fast)
         decay, limit = check_number("ema_decay", ema_decay, below=1.0), check_number("clip_norm", clip_norm)
         accumulate, clip = check_count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
-        plan = decide(asked, probe(str(device)), model)
+        plan, fp8 = plan_fp8_trial(asked, probe(str(device)), model)
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
         warn_of_idle_scaler(scaler, plan)
         refuse_recast(model, plan)
         check_choice("memory", memory, ("normal", "low"))
         check_choice("shard_reduce", shard_reduce, ("each", "last"))
-        sharded = check_sharded(model, plan, capsules=folder)
+        sharded = check_sharded(model, plan, capsules=folder, has_fp8=fp8 is not None)
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
@@ -228,6 +229,7 @@ class Step:
         self._passes = 0
         self._fast = FastPath(
             self._step, captures, changed_optimizers=changed, pardon=self._guard.pardon,
+            fp8=fp8,
         )  # fmt: skip
         self._guard.observers.append(self._fast.observe)
         world = self._step.ranks.world if self._step.ranks is not None else None
@@ -242,7 +244,7 @@ class Step:
                 "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out"
             ))  # fmt: skip
         hints = (committer.hint for committer in self._step.committers)
-        for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
+        for hint in filter(None, (*self.plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
         for unfused in filter(None, (committer.hint_at_fused for committer in self._step.committers)):
             warn_once(unfused, "an optimizer is not fused", stacklevel=2)

@@ -71,7 +71,7 @@ def _swap_classes(module: nn.Module, row: PlanRow, *, enclosing: torch.dtype | N
         if plan.simulated:
             swap_class(module, InFp8)
         else:
-            swap_class(module, InTorchaoFp8, **read_torchao_settings())
+            swap_class(module, InTorchaoFp8, **read_torchao_settings(plan.fp8_recipe))
     dtype = get_autocast_dtype(row.precision)
     if row.is_part and dtype != enclosing:
         set_compute_(module, dtype, plan)

@@ -10,7 +10,7 @@ from halfstep.errors import ConfigError, PrecisionError
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.precision.ladder import Grant, explain_lack, grant
-from halfstep.precision.names import normalise_precision
+from halfstep.precision.names import FP8_RECIPES, normalise_precision
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, PlanRow
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class PrecisionRequest(Protocol):
     def simulate(self) -> bool: ...
     @property
     def force(self) -> bool: ...
+    @property
+    def fp8_recipe(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,8 +47,10 @@ class Precision:
         modules: submodules that run in another precision, by name or pattern.
         strict: refuse a precision that the device lacks instead of using the next best.
         simulate: the numerics of a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
-        force: run fp8 in every layer that supports it. Without force, fp8 runs only in layers that `halfstep train` has
-            measured to be faster.
+        force: run fp8 in every layer that supports it. Without force, fp8 runs only in compiled steps, in layers that
+            were measured to be faster, and only if the whole step is faster with it.
+        fp8_recipe: "tensorwise" scales each operand of a product as a whole, "rowwise" each row;
+            "rowwise_with_gw_hp" also computes the gradients of weights in bf16.
     """
 
     default: Any = "auto"
@@ -55,6 +59,7 @@ class Precision:
     strict: bool = False
     simulate: bool = False
     force: bool = False
+    fp8_recipe: str = "tensorwise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.modules, Mapping):
@@ -62,6 +67,10 @@ class Precision:
                 f"modules= is a {type(self.modules).__name__}",
                 why="it maps module names to precisions",
                 fix='hs.Precision("bf16", modules={"head": "fp32"})',
+            )
+        if self.fp8_recipe not in FP8_RECIPES:
+            raise ConfigError(
+                f"unknown fp8_recipe {self.fp8_recipe!r}", fix=f"one of {', '.join(map(repr, FP8_RECIPES))}"
             )
 
 
@@ -83,7 +92,9 @@ def decide(
     `fp8_gains` holds the measured gain of fp8 by layer (`fp8.measure_layer_gains`); `force` runs fp8 regardless.
     `frozen` holds modules that the model uses but does not own, by name; `modules` may name them too.
     """
+    recipe = "tensorwise"
     if not isinstance(request, str):
+        recipe = request.fp8_recipe
         modules = {**request.modules, **(modules or {})}
         strict, simulate, force = strict or request.strict, simulate or request.simulate, force or request.force
         request = request.default
@@ -102,6 +113,7 @@ def decide(
         reason=default.reason,
         device=hardware.device,
         device_name=hardware.name,
+        fp8_recipe=recipe,
         simulated=any(answer.simulated for answer in grants),
         rows=(
             *_make_rows(model, default, parts, hardware, fp8_gains or {}, force=force, frozen=tuple(frozen or ())),
@@ -111,9 +123,21 @@ def decide(
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
     plan = _warn_of_recurrent(plan, model)
+    if plan.simulated and recipe != "tensorwise":
+        raise PrecisionError(
+            f"the fp8 recipe {recipe!r} cannot be simulated",
+            why="simulation has one scale per tensor",
+            fix="tensorwise",
+        )
     if model is not None and any(answer.compute == "fp8" for answer in grants):
-        return _check_fp8(plan, model, strict=strict)
+        return _check_fp8(plan, model, has_gains=bool(fp8_gains), strict=strict)
     return plan
+
+
+def needs_fp8_trial(request: PrecisionRequest, hardware: Hardware) -> bool:
+    """True if fp8 is asked for, whole or in part, on a device that has it, and has to be measured first."""
+    is_asked = "fp8" in map(normalise_precision, (request.default, *request.modules.values()))
+    return is_asked and not (request.simulate or request.force or explain_lack("fp8", hardware))
 
 
 def explain_simulation(request: PrecisionRequest, hardware: Hardware) -> str:
@@ -175,13 +199,13 @@ def _warn_of_recurrent(plan: Plan, model: torch.nn.Module | None) -> Plan:
     return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
 
-def _check_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
+def _check_fp8(plan: Plan, model: torch.nn.Module, *, has_gains: bool, strict: bool) -> Plan:
     """Fall back to bf16, with a warning, if no layer of an fp8 plan runs in fp8."""
     from halfstep.precision.fp8 import can_take_fp8, fall_back_to_bf16
 
     if any(row.compute == "fp8" for row in plan.rows):
         return plan
-    if any(map(can_take_fp8, model.modules())):
+    if has_gains or any(map(can_take_fp8, model.modules())):
         return fall_back_to_bf16(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
     why = f"{type(model).__name__} has no layer that can take fp8"
     return fall_back_to_bf16(plan, why, strict=strict, forcible=False)

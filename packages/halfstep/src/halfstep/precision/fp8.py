@@ -63,24 +63,29 @@ class InFp8(SwappedModule):
 class InTorchaoFp8(SwappedModule):
     """A Linear layer that runs torchao's fp8 forward; it has the attributes which that forward reads."""
 
-    in_features: int
     layer_class: ClassVar[Any]
     config: ClassVar[Any]
     linear_mm_config: ClassVar[Any]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _apply_to_tokens(self._multiply, input, self.in_features)
+        return multiply_by_torchao(self, input)
 
-    def _multiply(self, tokens: torch.Tensor) -> torch.Tensor:
+
+def multiply_by_torchao(layer: Any, input: torch.Tensor) -> torch.Tensor:
+    """Run torchao's fp8 forward with the weight and the settings of a layer."""
+
+    def multiply(tokens: torch.Tensor) -> torch.Tensor:
         # Autocast is off inside because torchao would ask for its dtype by a deprecated name; the cast is done here.
         with fp32_island():
-            output: torch.Tensor = self.layer_class.forward(self, tokens.to(torch.bfloat16))
+            output: torch.Tensor = layer.layer_class.forward(layer, tokens.to(torch.bfloat16))
         return output
 
+    return _apply_to_tokens(multiply, input, layer.weight.shape[1])
 
-def read_torchao_settings(*, emulate: bool = False) -> dict[str, Any]:
+
+def read_torchao_settings(recipe: str = "tensorwise", *, emulate: bool = False) -> dict[str, Any]:
     """Read the class attributes of `InTorchaoFp8` from a layer that torchao converted."""
-    layer = convert_to_float8(nn.Linear(16, 16, device="meta"), emulate=emulate)
+    layer = convert_to_float8(nn.Linear(16, 16, device="meta"), recipe, emulate=emulate)
     return {"layer_class": type(layer), "config": layer.config, "linear_mm_config": layer.linear_mm_config}
 
 
@@ -163,15 +168,15 @@ class Fp8Layers:
 
     def choose_compute(self, name: str, module: nn.Module, *, is_edge: bool, reason: str) -> tuple[str, str]:
         """Return a module's compute format under granted fp8, and the reason."""
-        if not can_take_fp8(module):
-            return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"
         gain = self.gains.get(name)
+        if gain is None and not can_take_fp8(module):
+            return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"
         if self.force:
             return "fp8", f"forced; {gain}" if gain else "forced, not measured"
         if is_edge:
             return "bf16", "the first and the last layer stay bf16: their errors reach everything"
         if gain is None:
-            return "fp8", reason
+            return ("bf16", "not called as a linear layer in the measured step") if self.gains else ("fp8", reason)
         return ("fp8" if gain.ratio >= MIN_GAIN else "bf16"), f"measured {gain}"
 
 
@@ -197,6 +202,7 @@ def measure_layer_gains(
     forward: Callable[[], object],
     hardware: Hardware,
     directory: Path,
+    recipe: str = "tensorwise",
     *,
     measure: Callable[..., dict[LayerShape, Fp8Gain]] = measure_gains_once,
 ) -> dict[str, Fp8Gain]:
@@ -207,7 +213,7 @@ def measure_layer_gains(
     if explain_lack("fp8", hardware):
         return {}
     shapes = find_layer_shapes(model, forward)
-    gains = measure(shapes.values(), hardware, directory) if shapes else {}
+    gains = measure(shapes.values(), hardware, directory, recipe) if shapes else {}
     return {name: gains[shape] for name, shape in shapes.items()}
 
 
@@ -255,7 +261,7 @@ def fall_back_to_bf16(plan: Plan, why: str, *, strict: bool = False, forcible: b
         raise make_strict_refusal("fp8", "bf16", why, fix=force)
     warning = f"fp8 asked for, running bf16: {why}"
     warning += " (precision.force=true, hs.Precision(..., force=True), runs fp8 anyway)" if forcible else ""
-    granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
+    granted, reason = ("bf16", why) if plan.asked == "fp8" else (plan.granted, plan.reason)
     rows = tuple(_move_to_bf16(row, why) for row in plan.rows)
     warnings = tuple(dict.fromkeys((*plan.warnings, warning)))
     return dataclasses.replace(plan, granted=granted, reason=reason, rows=rows, warnings=warnings)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from halfstep.errors import ConfigError, suggest_nearest
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true")
+FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""How torchao scales the operands of fp8 products: one scale per tensor (the fastest), one per row, or one per row with
+the gradients of weights in bf16 (the most exact)."""
 MIXED = ("bf16", "fp16", "fp8")
 """Precisions that compute in fewer bits than the weights are stored in: what `use_amp: true` can mean."""
 

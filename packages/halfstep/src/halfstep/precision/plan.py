@@ -47,6 +47,7 @@ class Plan:
     device: str  # how torch names it; empty for hardware that is not here: such a plan prints but does not run
     device_name: str
     simulated: bool = False  # numerics of `granted` on hardware that lacks it: never a statement about speed
+    fp8_recipe: str = "tensorwise"  # how torchao scales the operands of fp8 products
     rows: tuple[PlanRow, ...] = ()
     frozen: tuple[PlanRow, ...] = ()  # rows of modules that the model uses but does not own
     warnings: tuple[str, ...] = ()  # shown to the user once: a fallback, a request that was ignored
