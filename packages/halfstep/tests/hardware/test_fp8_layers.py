@@ -23,7 +23,7 @@ def hardware() -> Hardware:
 def test_each_shape_is_measured_once(tmp_path: Path) -> None:
     asked: list[tuple[int, ...]] = []
 
-    def measure(in_features: int, out_features: int, tokens: int, _device: str) -> Fp8Gain:
+    def measure(in_features: int, out_features: int, tokens: int, _device: str, _recipe: str) -> Fp8Gain:
         asked.append((in_features, out_features, tokens))
         return Fp8Gain(fp8_ms=1.0, bf16_ms=float(in_features))
 
@@ -39,6 +39,6 @@ def test_a_broken_file_is_measured_again(tmp_path: Path) -> None:
         return Fp8Gain(fp8_ms=1.0, bf16_ms=2.0)
 
     measure_gains_once([SMALL], hardware(), tmp_path, measure=measure)
-    (path,) = tmp_path.glob("fp8-torchao-*.json")
+    (path,) = tmp_path.glob("fp8-tensorwise-torchao-*.json")
     path.write_text("{")
     assert measure_gains_once([SMALL], hardware(), tmp_path, measure=measure)[SMALL].ratio == 2

@@ -83,8 +83,9 @@ class Fp8Trial:
         if not gains:
             raise LookupError(f"loss_fn calls no linear layer with sides divisible by {MULTIPLE}")
         plan = decide(self.asked, self.hardware, self.model, fp8_gains=gains)
-        self.layers = frozenset(row.module.replace(ROOT, "") for row in plan.rows if row.compute == "fp8")
-        return plan
+        names = {row.module.replace(ROOT, "") for row in plan.rows if row.compute == "fp8"}
+        self.layers = frozenset(names & gains.keys())  # a row may also stand for the layers inside
+        return plan if self.layers or not names else self.fall_back(plan, "no layer gains by it")
 
     def convert(self, module: GraphModule, last_inputs: Sequence[Any]) -> GraphModule:
         """Return a copy of Dynamo's graph whose chosen layers multiply in fp8."""
