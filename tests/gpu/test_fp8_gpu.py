@@ -6,16 +6,22 @@ import copy
 import importlib.util
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import halfstep as hs
 from capture import captured
+from halfstep.errors import HardwareError
+from halfstep.fast import fp8_trial
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_fp8_gain, measure_gains_once
 from halfstep.hardware.probe import probe
+from halfstep.precision import fp8
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import find_layer_shapes, measure_layer_gains
+from halfstep.precision.names import FP8_RECIPES
 from halfstep.precision.plan import Plan
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.step import GuardedStep
@@ -149,3 +155,52 @@ def test_forward_and_backward_can_be_captured() -> None:
     graph.replay()
     replayed = found.detach().clone()
     torch.testing.assert_close(replayed, step().detach(), rtol=1e-2, atol=1e-4)
+
+
+# --- in hs.Step ---
+
+
+def train(model: nn.Module, precision: Any, tokens: int, num_steps: int = 30) -> tuple[hs.Step, list[float]]:
+    torch.manual_seed(1)
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True), precision, fast="compile")
+    x = torch.randn(tokens, 64, device="cuda")
+    outcomes = [step(lambda x: model(x).float().square().mean(), [x]) for _ in range(num_steps)]
+    return step, [outcome.loss for outcome in outcomes]
+
+
+def test_large_layers_are_measured_and_the_faster_step_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    step, losses = train(net(4096), "fp8", 8192)
+    said = capsys.readouterr().err
+    with capsys.disabled():
+        print(f"\n{said}{step.plan}")
+    assert step.mode == "compile+graph"
+    assert "ms in fp8 and" in step.plan.reason
+    assert ("halfstep: fp8 in 2 layers (*): " in said) == (step.plan.granted == "fp8")
+    assert losses[-1] < losses[0]
+
+
+def test_small_layers_stay_in_bf16_and_strict_refuses_them() -> None:
+    step, losses = train(net(64), "fp8", 256)
+    assert step.plan.granted == "bf16"
+    assert "running bf16" in step.plan.warnings[-1]
+    assert losses == train(net(64), "bf16", 256)[1]
+    with pytest.raises(HardwareError, match="no layer of Sequential|ms in fp8"):
+        train(net(64), hs.Precision("fp8", strict=True), 256)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_each_recipe_trains_as_bf16_does(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(fp8_trial, "judge_whole_steps", lambda plan, **times: plan)  # taken, faster or not
+    model = net(1024)
+    step, losses = train(model, hs.Precision("fp8", fp8_recipe=recipe), 1000, 60)  # padded to 1008 tokens
+    _, expected = train(net(1024), "bf16", 1000, 60)
+    with capsys.disabled():
+        print(f"\n{recipe}: {losses[-1]:.5f}, bf16 {expected[-1]:.5f}; {step.certificate}")
+    assert [row.compute for row in step.plan.rows] == ["bf16", "fp8", "fp8", "bf16"]
+    assert step.mode == "compile+graph"
+    assert losses[-1] != expected[-1]
+    assert abs(losses[-1] / expected[-1] - 1) < 0.1  # torchao's own bound of one layer, 20 dB
+    assert all(type(value) is Tensor and value.dtype == torch.float32 for value in model.state_dict().values())

@@ -106,7 +106,9 @@ def test_equal_shapes_are_measured_together_and_given_to_each_layer(tmp_path: Pa
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 64))
     asked: list[LayerShape] = []
 
-    def measure(shapes: Iterable[LayerShape], _hardware: Hardware, _directory: Path, _recipe: str) -> dict[LayerShape, Fp8Gain]:
+    def measure(
+        shapes: Iterable[LayerShape], _hardware: Hardware, _directory: Path, _recipe: str
+    ) -> dict[LayerShape, Fp8Gain]:
         asked.extend(shapes)
         return dict.fromkeys(asked, FAST)
 
