@@ -158,6 +158,15 @@ def test_hooks_that_keep_a_step_from_being_compiled_keep_it_in_bf16(capsys: pyte
     )
 
 
+def test_a_model_without_layers_for_fp8_stays_captured_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(5, 5)
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp8")
+    for _ in range(7):
+        step(lambda x: model(x).square().mean(), [torch.ones(4, 5)])
+    assert "running bf16: loss_fn calls no linear layer with sides divisible by 16" in capsys.readouterr().err
+    assert (step.plan.granted, step.mode) == ("bf16", "graph")
+
+
 def test_names_choose_the_layers() -> None:
     step, _ = train(hs.Precision("bf16", modules={"block": "fp8", "block.2": "bf16"}))
     assert (step.plan.granted, find_fp8(step)) == ("bf16", ["block.0"])

@@ -87,9 +87,10 @@ def compare_gradients(path: FastPath, level: Level, attempt: Attempt) -> bool:
     window: Sequence[Any] = attempt.calls
     gradients = []
     uncompiled: Compiler = "aten fp8" if "fp8" in level.compiler else "aten"
-    for call in attempt.calls:
-        if uncompiled not in call.entry.codes:
-            call.entry.compile(uncompiled)
+    with path.timed():
+        for call in attempt.calls:
+            if uncompiled not in call.entry.codes:
+                call.entry.compile(uncompiled)
     plain, compiled = (run_calls(attempt, compiler, step, []) for compiler in (uncompiled, level.compiler))
     exact = turn_off_autocast(run_reference(attempt, has_exchanges=False))
     with path.aside(attempt) as (state, before):

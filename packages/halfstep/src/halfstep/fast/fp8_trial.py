@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from halfstep.disk import find_cache_directory
 from halfstep.errors import HardwareError
 from halfstep.fast import compiled_trial
-from halfstep.fast.windows import Call, Compiler, Graph
+from halfstep.fast.windows import Call, Compiler, Graph, NotTraced
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import LayerShape, measure_gains_once
 from halfstep.precision.decide import Precision, decide, needs_fp8_trial
@@ -81,7 +81,7 @@ class Fp8Trial:
         measured = measure_gains_once(shapes.values(), self.hardware, find_cache_directory(), recipe)
         gains = {name: measured[shape] for name, shape in shapes.items()}
         if not gains:
-            raise LookupError(f"loss_fn calls no linear layer with sides divisible by {MULTIPLE}")
+            raise NotTraced(f"loss_fn calls no linear layer with sides divisible by {MULTIPLE}")
         plan = decide(self.asked, self.hardware, self.model, fp8_gains=gains)
         names = {row.module.replace(ROOT, "") for row in plan.rows if row.compute == "fp8"}
         self.layers = frozenset(names & gains.keys())  # a row may also stand for the layers inside
@@ -102,7 +102,8 @@ class Fp8Trial:
 
         def swap(product: Product) -> None:
             # A weight that is tied to a layer in bf16 stays bf16.
-            if self.layers.issuperset(owners.get(id(product.weight), [""])):
+            names = owners.get(id(product.weight))
+            if names and self.layers.issuperset(names):
                 product.node.target = addmm if product.node.target is torch.addmm else linear
 
         return visit_products(module, inputs, swap)
@@ -141,6 +142,7 @@ def try_fp8(path: FastPath, trial: Fp8Trial, graph: Graph, attempt: Attempt) -> 
     user, or nothing if this window shows nothing. Nothing is trained by it; under `strict` staying in bf16 raises."""
     step, level = path.step, path.make_level(IN_FP8[compiled_trial.COMPILED])
     level.certificate.against = [one for one in path.level.certificate.against if one.startswith("the eager step")]
+    problem, captured = "", None
     try:
         with path.aside(attempt):
             plan = trial.choose_layers(attempt.calls)
@@ -152,11 +154,10 @@ def try_fp8(path: FastPath, trial: Fp8Trial, graph: Graph, attempt: Attempt) -> 
             plan = judge_whole_steps(plan, fp8_ms=1e3 * fp8_s, bf16_ms=1e3 * bf16_s, strict=trial.asked.strict)
         elif trial.layers:
             return ""  # the step would be dropped: try the next one
-        problem = ""
     except HardwareError:  # strict
         raise
     except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        problem = (str(error).strip() or type(error).__name__).splitlines()[0]
     # Outside of the except block, whose error holds frames and so activations.
     step.plan = trial.fall_back(step.plan, problem) if problem else plan
     if captured is None or not any(row.compute == "fp8" for row in step.plan.rows):
