@@ -46,6 +46,7 @@ OTHER_NAMES = {
     "max_graphs": "fast=hs.Fast(max_graphs=8)",
     "pure_ops": 'fast=hs.Fast(pure_ops=["my_library::my_operator"])',
     "modules": 'precision=hs.Precision("bf16", modules={"head": "fp32"})',
+    "fp8_recipe": 'precision=hs.Precision("fp8", fp8_recipe="rowwise")',
     **{name: f'precision=hs.Precision("bf16", {name}=True)' for name in ("strict", "simulate", "force")},
 }
 """What arguments of torch and of trainers, and those of hs.Precision and hs.Fast, are called here."""
