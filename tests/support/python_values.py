@@ -408,12 +408,12 @@ def custom_op(device: torch.device) -> Loop:
 
 
 def lstm(device: torch.device) -> Loop:
-    model = nn.ModuleDict({"lstm": nn.LSTM(4, 8, batch_first=True), "head": nn.Linear(8, 3)}).to(device)
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 8, 2, batch_first=True, dropout=0.1), "head": nn.Linear(8, 3)}).to(device)
 
     def loss_fn(batch: Any) -> Tensor:
         return F.cross_entropy(model["head"](model["lstm"](batch[0][:, None])[0][:, -1]), batch[1])
 
-    return Loop(model, loss_fn, "RNN, GRU and LSTM layers ('lstm')")
+    return Loop(model, loss_fn, "without dropout between layers ('lstm')")
 
 
 CASES: dict[str, Callable[[torch.device], Loop]] = {

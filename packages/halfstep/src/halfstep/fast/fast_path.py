@@ -729,10 +729,12 @@ class FastPath:
             return "the precision is simulated"
         if any(GLOBAL_HOOKS):
             return "a global module hook is registered"
-        # An attempt to trace one would change the masks of cuDNN's dropout.
-        recurrent = [n for n, module in step.model.named_modules() if isinstance(module, nn.RNNBase)]
-        if recurrent:
-            return f"torch cannot trace RNN, GRU and LSTM layers ({', '.join(map(repr, recurrent))})"
+        # An attempt to trace dropout between layers would change cuDNN's masks.
+        recurrent = [(n, module) for n, module in step.model.named_modules() if isinstance(module, nn.RNNBase)]
+        dropped = [n for n, module in recurrent if module.dropout and module.num_layers > 1]
+        if dropped or recurrent and step.device.type != "cuda":
+            names = ", ".join(repr(n) for n in dropped or dict(recurrent))
+            return f"RNN, GRU and LSTM layers are captured on CUDA only, and without dropout between layers ({names})"
         gradients = (parameter.grad for parameter in step.find_trained_parameters())
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         return "gradients are sparse" if are_sparse else ""

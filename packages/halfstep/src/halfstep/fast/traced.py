@@ -45,6 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
+from halfstep.fast.recurrent import use_cudnn_operator
 from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
@@ -165,8 +166,9 @@ class TracedLoss:
             make_fake(one, context) if isinstance(one, Tensor) and not (one.ndim == 0 and one.is_cpu) else one
             for one in examples
         ]
+        traced = use_cudnn_operator(copy_graph(module))
         entry = Entry(
-            module, find_outputs(module), lambda compiler: self._compile(entry, module, kept, context, compiler)
+            module, find_outputs(module), lambda compiler: self._compile(entry, traced, kept, context, compiler)
         )
         if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
@@ -312,6 +314,7 @@ class TraceCallback:
         ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
         settings = {
             "skip_nnmodule_hook_guards": False,
+            "allow_rnn": True,
             "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
             "recompile_limit": MAX_ENTRIES,
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
