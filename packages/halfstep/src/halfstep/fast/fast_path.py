@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import sys
 import time
 from collections import OrderedDict
@@ -210,6 +211,7 @@ class FastPath:
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
         self.last_s = 0.0  # of these, seconds of what was done last
         self.compare_s = 0.0  # of these, seconds of comparing new entries
+        self.has_lost_graphs = False  # whether memory of graphs that were given up is still reserved
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.eager_mode = "eager"
@@ -230,6 +232,7 @@ class FastPath:
         """Go to the next state, and tell the user in one line. What the new state does not use is freed."""
         self.state, line = TRANSITIONS[self.state, event]
         self.reason = reason
+        self.has_lost_graphs = self.step.device.type == "cuda" and event in ("accepted", "refused", "failed")
         if self.state in (State.GRAPH, State.EAGER):
             self.compiled = self.make_level(compiled_trial.COMPILED)
         if self.state is State.EAGER:
@@ -263,6 +266,10 @@ class FastPath:
 
     def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
+        if self.has_lost_graphs:  # what a graph's pool has cached serves no other pool
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.has_lost_graphs = False
         number = self.step.attempted
         is_ledger_open = self.step.observed is not contextlib.nullcontext  # what hs.ledger observes has to run
         if self.state is State.EAGER or number < self.first + WARMUP_STEPS or is_ledger_open:
