@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit_are_an_error_and_leave_the_settings_alone(
     folder = one_epoch(tmp_path)
     before = (folder / "config.yaml").read_text()
     monkeypatch.setattr(tiny_workload, "Net", Wider)
-    with pytest.raises(CheckpointError, match="does not hold the weights of this model"):
+    with pytest.raises(CheckpointError, match="does not contain the weights of this model"):
         resume(folder, "train.epochs=2")
     assert (folder / "config.yaml").read_text() == before
 

@@ -266,7 +266,7 @@ def _diagnose_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
     bad = {name: ~whole[name].isfinite() for name in find_non_finite(whole)}
     shown = [f"{name} {_describe_start(start.get(name))}" for name in (*averages, *bad)]
     garbage = {name: v.abs() > GARBAGE for name, v in whole.items() if name not in bad and _is_garbage(v)}
-    shown += [f"{name} holds {_find_largest(whole[name]):.3g}: never written?" for name in garbage]
+    shown += [f"{name} contains {_find_largest(whole[name]):.3g}: never written?" for name in garbage]
     if not shown:
         return None
     return Diagnosis(cause=BAD_STATE, shown=shown, averages=averages, tensors={**bad, **garbage})
@@ -282,7 +282,7 @@ def _diagnose_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
         bad = torch.ones_like(value, dtype=torch.bool) if not value.any() else value < 0
         if bad.any() and subject.is_good_with({name: value.masked_fill(bad, 1.0)}):
             found = "nothing but zeros: never written?" if not value.any() else f"{float(value.min()):.3g}"
-            shown = [f"{name} holds {found}", "with 1 in its place the step is good"]
+            shown = [f"{name} contains {found}", "with 1 in its place the step is good"]
             return Diagnosis(cause=BAD_STATE, shown=shown, origin=runs.eager.origin, tensors={name: bad})
     return None
 

@@ -311,7 +311,7 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object) -> dict[str
     if capsules:
         raise ConfigError(
             f"capsules={capsules!r} with a sharded model",
-            why="a capsule holds whole weights, and no rank has them",
+            why="a capsule contains whole weights, and no rank has them",
             fix="leave capsules= out; to look for the cause of a bad step, run a smaller model without fully_shard",
         )
     policies = _list_policies(sharding)
@@ -376,10 +376,10 @@ def read_window(given: object, accumulate: int) -> list[Batch]:
         if isinstance(given, (str, bytes)) or is_record or not isinstance(given, Sequence):
             _refuse(f"is a {type(given).__name__}, not a list of batches")
         if len(given) > accumulate:
-            _refuse(f"holds {len(given)} entries, more than the accumulate={accumulate} batches of one step")
+            _refuse(f"contains {len(given)} entries, more than the accumulate={accumulate} batches of one step")
         window = list(given)
     if _mixes_kinds(window):
-        _refuse("holds tensors of different dtypes or dimensions, like the entries of one batch")
+        _refuse("contains tensors of different dtypes or dimensions, like the entries of one batch")
     if isinstance(given, tuple) and len(window) > 1 and all(isinstance(batch, Tensor) for batch in window):
         _refuse(f"is a tuple of {len(window)} tensors, as a batch is; batches that are tensors come in a list")
     return window

@@ -69,7 +69,7 @@ def save(
     except TypeError as error:
         raise CheckpointError(
             f"hs.save cannot store {error}",
-            why="the file holds tensors and JSON, so that loading it never runs code",
+            why="the file contains tensors and JSON, so that loading it never runs code",
             fix="numbers, strings, tensors, and lists, tuples and dicts of them, also in the state_dict() of a model "
             "or loader: float(x) of a NumPy number, x.state_dict() of an object",
         ) from error
@@ -105,7 +105,7 @@ def load(
         state = _read(path)
     if num_models != state["num_models"]:
         raise CheckpointError(
-            f"{path} holds {_describe_number(state['num_models'])}, and hs.load was given "
+            f"{path} contains {_describe_number(state['num_models'])}, and hs.load was given "
             f"{_describe_number(num_models)}",
             why="the weights are stored by their position in the list, or without a list by their names alone",
             fix="hs.load(path, step, ...) with the same models as hs.save, in the same order",
@@ -113,14 +113,14 @@ def load(
     _refuse_different_model(path, model, state["model"])
     if len(steps) != len(state["steps"]):
         raise CheckpointError(
-            f"{path} holds the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
+            f"{path} contains the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
             fix="pass the same steps as to hs.save, in the same order",
         )
     for one, its_state in zip(steps, state["steps"], strict=True):
         one.refuse_unfit(its_state)
     if resized := resize_buffers(model, state["model"]):
         warn_user(
-            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for "
+            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} contains: right for "
             "buffers that grow or shrink in training, but not if the model was made with other settings"
         )
     model.load_state_dict(state["model"])
@@ -227,14 +227,14 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
         if trained and num_missing == len(trained):
             raise CheckpointError(
                 f"none of the {format_count(num_missing, 'parameter')} that the step trains is in the model given",
-                why="the file would hold the state of the optimizers, and the weights of another model",
+                why="the file would contain the state of the optimizers, and the weights of another model",
                 fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was made "
                 "with; several models as a list",
             )
         if num_missing:
             warn_user(
                 f"{num_missing} of the {len(trained)} parameters that the step trains are in none of the models given, "
-                "so the file does not hold them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
+                "so the file does not contain them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
                 "tensor outside of any module can be stored as a keyword argument of hs.save"
             )
 
@@ -293,7 +293,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if document is None:
         raise CheckpointError(
-            f"{path} holds tensors without the state of a loop",
+            f"{path} contains tensors without the state of a loop",
             why="hs.save did not write it",
             fix="safetensors.torch.load_file reads it, for model.load_state_dict",
         )
@@ -336,7 +336,7 @@ def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, A
         # The shape of a buffer may change while training, its number of dimensions and dtype do not.
         and not (name in buffers and (value.dtype, value.ndim) == (stored[name].dtype, stored[name].ndim))
     ]
-    lists = {"it lacks": missing, "it also holds": unknown, "of another shape or dtype": differing}
+    lists = {"it lacks": missing, "it also has": unknown, "of another shape or dtype": differing}
     found = [f"{text} {', '.join(names[:NUM_SHOWN])}{_count_more(names)}" for text, names in lists.items() if names]
     if found:
         raise CheckpointError(

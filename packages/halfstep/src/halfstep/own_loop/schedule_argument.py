@@ -264,7 +264,7 @@ class LoopSchedules:
     def validated(self, metric: float) -> None:
         if not self.has_any("validation"):
             raise ConfigError(
-                "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
+                "validated(metric) was called, but schedule= contains no ReduceLROnPlateau",
                 why="no other schedule follows a metric",
                 fix="use schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(...), or remove the call of validated()",
             )
