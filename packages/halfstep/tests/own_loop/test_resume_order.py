@@ -365,7 +365,7 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "left", step, model)
     assert step.epoch == 0
-    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and goes on from there"):
+    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and continues from there"):
         assert torch.equal(torch.cat(train(step, model, loader, 6)), rest)
     assert step.epoch == 1
 

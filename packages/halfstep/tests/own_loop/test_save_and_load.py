@@ -347,7 +347,7 @@ def test_other_files_are_explained_and_never_unpickled(tmp_path: Path) -> None:
 def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
     step = make_step(model)
-    with pytest.raises(CheckpointError, match="is of another model than this Sequential") as caught:
+    with pytest.raises(CheckpointError, match="was saved from another model than this Sequential") as caught:
         hs.load(stored, step, model)
     assert "it lacks 3.weight, 3.bias" in caught.value.why
     assert "2.weight is float32 (1, 4), here float32 (2, 4)" in caught.value.why
@@ -442,10 +442,10 @@ def test_another_number_of_threads_is_said(stored: Path) -> None:
 def test_a_model_that_the_step_does_not_train_is_refused_and_a_part_of_one_is_warned_about(tmp_path: Path) -> None:
     model, step = make()
     other, _ = make()
-    with pytest.raises(CheckpointError, match="none of the 6 parameters that the step trains is in the model given"):
+    with pytest.raises(CheckpointError, match="the given model has none of the 6 parameters that the step trains"):
         hs.save(tmp_path / "state", step, other)
     hs.save(tmp_path / "state", step, model)
     with pytest.raises(CheckpointError, match="none of the 6 parameters"):
         hs.load(tmp_path / "state", step, other)
-    with pytest.warns(UserWarning, match="4 of the 6 parameters that the step trains are in none of the models given"):
+    with pytest.warns(UserWarning, match="4 of the 6 parameters that the step trains are in no given model"):
         hs.save(tmp_path / "state", step, model[0])

@@ -228,7 +228,7 @@ def _diagnose_chance(runs: Runs) -> Diagnosis | None:
     memory."""
     if not runs.again.is_good:
         return None
-    shown = ["run again, the step fails once and is good once: it depends on what the capsule does not hold"]
+    shown = ["run twice, the step fails once and succeeds once: the capsule lacks what it depends on"]
     return Diagnosis(cause=NOT_REPRODUCED, shown=shown, origin=runs.as_was.origin)
 
 
@@ -378,7 +378,7 @@ def _diagnose_attention(runs: Runs) -> Diagnosis | None:
     format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
     shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:4])]
     if most > find_format(format).largest:
-        shown.append(f"the gradient of a score may be as large as {most:.3g} here, more than {format} holds")
+        shown.append(f"the gradient of a score may be as large as {most:.3g} here, more than {format} can hold")
         return Diagnosis(cause=OVERFLOW, shown=shown, origin=op)
     shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
     return Diagnosis(cause=KERNEL, shown=shown, origin=op)

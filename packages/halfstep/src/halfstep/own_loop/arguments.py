@@ -88,14 +88,14 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
             "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
         )
     elif not isinstance(model, nn.Module) and isinstance(inner := getattr(model, "model", None), nn.Module):
-        fix = f"a trainer runs its own loop: give hs.Step its {type(inner).__name__}, and write the loop"
+        fix = f"a trainer runs its own loop: pass its {type(inner).__name__} to hs.Step, and write the loop"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
         fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
     found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
         f"a step takes a model and its optimizer, or a list of them, not {found}",
-        why="it steps the optimizer itself, and checks before that whether the step is good",
+        why="it steps the optimizer itself, after checking that the step is good",
         fix=fix,
     )
 
@@ -255,11 +255,11 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         if held and not any(id(weight) in own for weight in held):
             raise ConfigError(
-                f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
+                f"{type(optimizer).__name__} trains {len(held)} parameters, and none of them belongs to this "
                 f"{type(model).__name__}",
-                why="it was made for another model, or before the weights were replaced, as by model.to(...), a copy "
+                why="it was created for another model, or before the weights were replaced by model.to(...), a copy "
                 "or fully_shard(model)",
-                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
+                fix=f"create it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
                 "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
 
@@ -293,7 +293,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
                 why="the optimizer already refers to these weights, so they cannot be cast now",
-                fix=f"call model.{cast} before making the optimizer, and before fully_shard"
+                fix=f"call model.{cast} before creating the optimizer, and before fully_shard"
                 + (
                     ", or choose another precision" if weight.dtype != torch.float64 else ": there is no fp64 precision"
                 ),

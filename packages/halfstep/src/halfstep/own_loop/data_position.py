@@ -133,7 +133,7 @@ class DataPosition:
                 if current.is_replaced:
                     raise ConfigError(
                         "a state was loaded while step.windows was running",
-                        why="the loaded state has its own position in the data, and this pass is not at it",
+                        why="the loaded state has its own position in the data, and this pass is elsewhere",
                         fix="leave the loop after loading, and call step.windows again: it continues there. To go on "
                         'with this pass instead, load step.state_dict() without its "position"',
                     )
@@ -148,7 +148,7 @@ class DataPosition:
         if self._pass is None and self._state is not None and not self._state.is_over:
             warn_user(
                 "the loaded state stops in the middle of a pass over the data, and this batch does not come from "
-                f"step.windows(loader), which would go on there: {INEXACT}"
+                f"step.windows(loader), which would continue there: {INEXACT}"
             )
             self._state = None
 
@@ -177,7 +177,7 @@ class DataPosition:
             rank, num_ranks = self.ranks
             warn_user(
                 f"this is rank {rank} of {num_ranks}, and the state is of rank {state['ranks'][0]} of "
-                f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load what it saved"
+                f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load its own file"
             )
             self._generators = read_generators()
         for note in restore_generators(self._generators):
@@ -319,7 +319,7 @@ class _Pass:
             raise CheckpointError(
                 f"the state is in the middle of a pass over {found.num_batches or 'an unknown number of'} batches, "
                 f"this loader has {self.state.num_batches or 'an unknown number'}",
-                why=f"the {skipped} to skip would be other ones",
+                why=f"the {skipped} to skip would be different ones",
                 fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
             )
         for name, then in found.data.items():
@@ -328,7 +328,7 @@ class _Pass:
                 break
         if found.is_left:
             warn_user(
-                f"the stored pass was left by `break` after {skipped} and goes on from there; to begin a new one "
+                f"the stored pass was left by `break` after {skipped} and continues from there; to begin a new one "
                 "instead, call step.end_pass() before you save"
             )
         self.state.num_yielded, self.state.before = num, found.before
@@ -408,7 +408,7 @@ class _Pass:
         if self.is_iterable:
             return f"{type(self.loader.dataset).__name__} is an iterable data set"
         if self.state.late_draws:
-            return "the sampler draws from the global generators during the pass (give it a generator of its own)"
+            return "the sampler draws from the global generators during the pass (give it its own generator)"
         if depends_on_workers and has_same_workers and not self.state.is_reused:
             return "samples draw random numbers in workers (hs.seeded(dataset) makes this unnecessary)"
         return ""
@@ -709,6 +709,6 @@ def _count_batches(batches: Any) -> int | None:
 def _make_too_short(number: int, num: int) -> CheckpointError:
     return CheckpointError(
         f"the data end after {format_count(number, 'batch', 'batches')}, and {num} are to be skipped",
-        why="they have become fewer since the state was stored",
+        why="there are fewer batches than when the state was stored",
         fix="resume with the same data, or call step.end_pass() first to begin a new pass",
     )

@@ -74,7 +74,7 @@ class LossChecker:
             raise ConfigError(
                 "no gradient reached a parameter that this step trains",
                 why="the loss was computed with another network, a copy, or a tensor wrapped in a new Parameter",
-                fix="compute it with the parameters that the optimizer holds",
+                fix="compute it with the parameters that the optimizer trains",
             )
 
     def hint_at_forward_outside(self, *, ran: bool) -> None:
@@ -119,7 +119,7 @@ class LossChecker:
         if any(p.grad is not None for group in groups for p in group["params"]):
             raise ConfigError(
                 "loss_fn called backward() itself",
-                why="the step takes the gradient of what loss_fn returns, and would count it twice",
+                why="the step computes the gradient of the returned loss, and would count it twice",
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
         if is_scaled_by_hand(loss):

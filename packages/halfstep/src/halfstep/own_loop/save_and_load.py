@@ -121,7 +121,7 @@ def load(
     if resized := resize_buffers(model, state["model"]):
         warn_user(
             f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} contains: right for "
-            "buffers that grow or shrink in training, but not if the model was made with other settings"
+            "buffers that grow or shrink in training, but not if the model has other settings"
         )
     model.load_state_dict(state["model"])
     restore_buffers(model, state["buffers"])
@@ -182,7 +182,7 @@ def save_weights(path: str | os.PathLike[str], model: nn.Module, /, *, dtype: to
 def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"cannot write {path}: {summarise_error(error)}",
-        why="nothing was overwritten: what was stored there before is intact",
+        why="nothing was overwritten: the previous file is intact",
         fix="free some space, or choose a folder that you can write to",
     )
 
@@ -226,14 +226,14 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
         num_missing = sum(id(one) not in held for one in trained)
         if trained and num_missing == len(trained):
             raise CheckpointError(
-                f"none of the {format_count(num_missing, 'parameter')} that the step trains is in the model given",
+                f"the given model has none of the {format_count(num_missing, 'parameter')} that the step trains",
                 why="the file would contain the state of the optimizers, and the weights of another model",
-                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was made "
+                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was created "
                 "with; several models as a list",
             )
         if num_missing:
             warn_user(
-                f"{num_missing} of the {len(trained)} parameters that the step trains are in none of the models given, "
+                f"{num_missing} of the {len(trained)} parameters that the step trains are in no given model, "
                 "so the file does not contain them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
                 "tensor outside of any module can be stored as a keyword argument of hs.save"
             )
@@ -340,9 +340,9 @@ def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, A
     found = [f"{text} {', '.join(names[:NUM_SHOWN])}{_count_more(names)}" for text, names in lists.items() if names]
     if found:
         raise CheckpointError(
-            f"{path} is of another model than this {type(model).__name__}",
+            f"{path} was saved from another model than this {type(model).__name__}",
             why="; ".join(found),
-            fix="make the model with the same settings as when the file was stored; nothing was changed",
+            fix="create the model with the same settings as when the file was stored; nothing was changed",
         )
 
 

@@ -331,9 +331,9 @@ class LoopSchedules:
             raise ConfigError(
                 f"a state with the learning rate {loaded[0]:g} was loaded into {type(driven.optimizer).__name__}, and "
                 f"schedule= ({driven.kind}), which is at {count}, gives {own[0]:g}",
-                why="where a schedule was is not part of an optimizer's state, so it would begin again",
+                why="an optimizer's state lacks the position of its schedule, which would begin again",
                 fix="scheduler.load_state_dict(...) as well; for a schedule that is a function, step.load_state_dict; "
-                "to begin the schedule again, load before making the step",
+                "to begin the schedule again, load before creating the step",
             )
 
     def refuse_written_rates(self) -> None:
@@ -347,7 +347,7 @@ class LoopSchedules:
                 }[driven.every]
                 raise ConfigError(
                     f"{type(driven.scheduler).__name__}.step() was called by hand, but schedule= drives it",
-                    why="the step follows a copy of it, which a skipped step does not move",
+                    why="the step follows a copy of it, which a skipped step does not advance",
                     fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and keep stepping it by hand",
                 )
         if self.rates is not None:
@@ -370,8 +370,8 @@ class LoopSchedules:
         if kinds != self.kinds:
             raise CheckpointError(
                 f"the state was saved with another schedule: {', '.join(kinds)}; this step has {', '.join(self.kinds)}",
-                why="another schedule would read its counters",
-                fix="make the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
+                why="a different schedule would use its counters",
+                fix="create the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )
         for driven, start in zip(self.driven, self._find_starts(state), strict=True):
@@ -380,7 +380,7 @@ class LoopSchedules:
                 raise CheckpointError(
                     f"{type(driven.scheduler).__name__} is at {driven.first}, the state at {driven.first + count}",
                     why="a scheduler cannot step back",
-                    fix="make the step with a new scheduler, as it was made when the state was saved",
+                    fix="create the step with a new scheduler, as when the state was saved",
                 )
             if driven.every == "epoch":
                 self._ask(driven, driven.start + count)
@@ -437,15 +437,15 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
             return
         raise ConfigError(
             f"schedule={given!r} is not a schedule",
-            why="it is a torch scheduler, a function of the step, or a list with one of them for each optimizer",
+            why="a schedule is a torch scheduler, a function of the step, or a list with one of them per optimizer",
             fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps)); "
             "a scheduler of another library: leave schedule= out and step it yourself",
         )
     if not any(inner.optimizer is optimizer for optimizer in optimizers):
         raise ConfigError(
-            f"{type(inner).__name__} was made for another optimizer, not for {wanted}",
-            why="a scheduler drives the optimizer it was made with, and no other",
-            fix=f"make it with the optimizer given to Step: {type(inner).__name__}(optimizer, ...)",
+            f"{type(inner).__name__} was created for another optimizer, not for {wanted}",
+            why="a scheduler only drives the optimizer that it was created with",
+            fix=f"create it with the optimizer given to Step: {type(inner).__name__}(optimizer, ...)",
         )
 
 

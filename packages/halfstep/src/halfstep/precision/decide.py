@@ -193,7 +193,7 @@ def _restrict_tf32(pattern: str, part: Grant, default: Grant) -> Grant:
         raise PrecisionError(
             f"modules: {{{pattern!r}: {part.asked}}} cannot be applied while the default is tf32",
             why="TF32 is a process-wide switch, and backward runs outside the module",
-            fix="use default bf16 or fp32, or an fp32_island() around what must be exact only in dtype",
+            fix="use default bf16 or fp32, or an fp32_island() around code that only needs the dtype",
         )
     if part.compute == "tf32" and default.compute != "tf32":
         warning = f"{pattern!r} asked for tf32, running fp32: TF32 is a process-wide switch"

@@ -509,7 +509,7 @@ def commit_all(
 def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
     if bool(spoiled):
         raise ModelError(
-            f"{committer.name}.step() left weights that are not finite, from finite gradients",
+            f"{committer.name}.step() produced non-finite weights from finite gradients",
             why="its arithmetic failed, such as 0 / 0 with eps=0; the update of this optimizer cannot be undone",
             fix="load your last checkpoint, and give the optimizer an eps above 0 or a lower learning rate",
         )

@@ -175,7 +175,7 @@ class Ema:
         if not state:
             raise CheckpointError(
                 "the checkpoint contains no averaged weights, this step has an average",
-                fix="make the step without ema_decay, or start the average from what it has now: "
+                fix="create the step without ema_decay, or start the average from its values now: "
                 "state | {'ema': step.ema.state_dict()}",
             )
         for name in sorted((own.keys() | state.keys()) - self._buffers):

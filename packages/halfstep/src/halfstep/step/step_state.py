@@ -76,7 +76,7 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "the checkpoint contains averaged weights, this step has no average",
             why="they would be lost silently",
-            fix="make the step with ema_decay, or drop them with state | {'ema': {}}",
+            fix="create the step with ema_decay, or drop them with state | {'ema': {}}",
         )
     _refuse_different_optimizers(step.optimizers, state["optimizers"])
     for own, stored in zip(list_parameter_names(step), state.get("parameters", ()), strict=False):
@@ -141,7 +141,7 @@ def _refuse_different_order(own: Sequence[str], stored: Sequence[str]) -> None:
 def _make_misfit(difference: str) -> CheckpointError:
     return CheckpointError(
         f"the stored state does not fit: it {difference}",
-        fix="load it into a step made with the same model and the same optimizers, in the same order",
+        fix="load it into a step created with the same model and the same optimizers, in the same order",
     )
 
 
