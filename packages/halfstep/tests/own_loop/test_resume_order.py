@@ -411,7 +411,7 @@ def test_two_passes_at_once_are_warned_about() -> None:
     step, model, loader = make_loop(0)
     for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):
         step(lambda batch: model(batch).square().mean(), a)
-        with pytest.warns(UserWarning, match="of passes that run at the same time only the newest is stored"):
+        with pytest.warns(UserWarning, match="only the newest of several passes is stored"):
             step.state_dict()
         break
 

@@ -161,8 +161,8 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         if self._has_overlap:
             warn_user(
-                "step.windows was called again before the pass before it had ended: of passes that run at the same "
-                "time only the newest is stored, so a resumed loop does not continue exactly"
+                "step.windows was called again before its last pass had ended: only the newest of several passes is "
+                "stored, so a resumed loop does not continue exactly"
             )
         if self._pass is not None:
             self._pass.update_state()

@@ -283,8 +283,8 @@ def suggest_ways(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> I
         yield 'capsules="DIR" keeps such a step, and hs.replay names its cause'
     if carried := find_non_finite(loss_fn):
         yield (
-            f"loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden state "
-            "does, keep it in a buffer of a module in also=, so that a bad step puts it back"
+            f"{', '.join(carried[:3])} of loss_fn is not finite: if it is carried from batch to batch, as a hidden state "
+            "is, keep it in a buffer of a module in also=, so that a bad step restores it"
         )
 
 

@@ -494,9 +494,9 @@ def commit_all(
             # Our errors are raised before anything is written, or say so.
             if not (way.is_undone or isinstance(error, HalfstepError)):
                 error.add_note(
-                    f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
-                    "not counted, and weights may be between two steps. Load model and step from your last checkpoint "
-                    "to go on"
+                    f"halfstep: {committer.name} may have updated some of its parameters when it raised; the step is "
+                    "not counted, and weights may be between two steps. To continue, load model and step from your "
+                    "last checkpoint"
                 )
             raise
         finally:
