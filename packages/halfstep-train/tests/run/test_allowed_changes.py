@@ -145,7 +145,7 @@ def test_generators_of_gpus_that_are_gone_are_named() -> None:
     states = read_generators()
     assert restore_generators(states) == []
     more = states | {"cuda": [*states["cuda"], torch.zeros(16, dtype=torch.uint8)]}
-    assert "random generators of the others start over" in restore_generators(more)[0]
+    assert "random generators of the other devices start over" in restore_generators(more)[0]
 
 
 def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:

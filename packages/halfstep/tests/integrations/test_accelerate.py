@@ -273,7 +273,7 @@ def test_a_loop_that_steps_another_optimizer_is_told() -> None:
     script.accelerator.backward(F.cross_entropy(script.model(x), y))
     with pytest.warns(UserWarning, match="no guarded step followed: call step.. of the optimizer that accelerator.pre"):
         script.guard.finish()
-    with pytest.warns(UserWarning, match="past the guard inside Accelerate.*prepare returned instead") as found:
+    with pytest.warns(UserWarning, match="bypassed the guard inside Accelerate.*prepare returned instead") as found:
         script.optimizer.optimizer.step()
     assert found[0].filename == __file__  # Accelerate ignores warnings of torch's schedulers, which wrap step()
 

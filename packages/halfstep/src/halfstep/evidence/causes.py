@@ -238,7 +238,7 @@ def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
         return None
     without_ours = runs.others.get("kernels off")
     whose = "our kernels" if without_ours is not None and without_ours.is_good else "the compiler's code"
-    return Diagnosis(cause=KERNEL, shown=[f"eager is good at equal dtypes: {whose} is at fault"])
+    return Diagnosis(cause=KERNEL, shown=[f"the eager step is good with equal dtypes: {whose} is at fault"])
 
 
 def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -407,7 +407,7 @@ def _diagnose_numbers(runs: Runs) -> Diagnosis:
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
     if _is_undefined(origin):
         shown.append(
-            MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN of finite numbers: it is not defined there"
+            MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN from finite numbers: it is undefined there"
         )
     if twin is not None and twin.output.is_finite:
         shown.append(f"in {DTYPE_FORMATS[twin.output.dtype]} it gives {twin.output}")
@@ -471,7 +471,7 @@ def _describe_start(start: Any) -> str:
     """Describe a non-finite tensor by its recorded size at the start of training: a number, a string if not finite, or
     None."""
     if isinstance(start, float):
-        return "is not finite, and was when training began: the optimizer wrote it, or code outside of the steps"
+        return "is not finite, but was when training began: the optimizer wrote it, or code outside of the steps"
     return "is not finite" if start is None else "was not finite from the start"
 
 

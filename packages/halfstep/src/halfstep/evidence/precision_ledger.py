@@ -364,7 +364,7 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     if product.format == "tf32":
         return (
             "a TF32 switch was set inside the model",
-            "remove allow_tf32 = True or set_float32_matmul_precision('high') there, or ask for precision tf32",
+            "remove allow_tf32 = True or set_float32_matmul_precision('high') there, or request precision tf32",
         )
     if product.is_custom:
         return (

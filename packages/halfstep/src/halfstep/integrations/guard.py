@@ -281,7 +281,7 @@ class HostGuard(HostSteps):
         ]
         self._undo += [hook.remove for hook in hooks]
         warning = (
-            f"{type(optimizer).__name__}.step() was called past the guard inside {host}: such steps are neither judged "
+            f"{type(optimizer).__name__}.step() bypassed the guard inside {host}: such steps are neither judged "
             f"nor dropped. Call {advice.step} instead"
         )
         self._undo.append(watch_for_second_step(optimizer, warning))
@@ -427,7 +427,7 @@ class HostGuard(HostSteps):
             how = "exact without a wait" if self.schedule == "exact" else "one host read per step"
             parts.append(f"schedule {names}: {how}")
         if self.scaler is not None:
-            parts.append("the loss scale moves for overflows only")
+            parts.append("the loss scale changes on overflows only")
         return "; ".join(parts)
 
     # --- inside ---

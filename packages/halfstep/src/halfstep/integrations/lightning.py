@@ -340,7 +340,7 @@ def _find_obstacle(pl_module: Any) -> str:
     if not pl_module.automatic_optimization:
         return "the module optimizes manually"
     if getattr(pl_module, "_compiler_ctx", None) is not None:
-        return "the module is compiled as a whole; a captured step compiles by itself"
+        return "the module is compiled as a whole; a captured step compiles itself"
     if trainer.accumulate_grad_batches != 1 or any(
         type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks
     ):

@@ -138,7 +138,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, ADVICE, precision=self._choose_precision(),
             fast=Fast(self._hs_fast, num_steps=max(self.state.max_steps, 1)),
             clip_norm=max(args.max_grad_norm or 0.0, 0.0), accumulate=args.gradient_accumulation_steps,
-            limits=[*LIMITS, "on_pre_optimizer_step comes after the step"],
+            limits=[*LIMITS, "on_pre_optimizer_step is called after the step"],
             **{name: value for name, value in self._hs_options.items() if name != "schedule"},
         )  # fmt: skip
         self._hs_window = []

@@ -324,7 +324,7 @@ class _Pass:
             )
         for name, then in found.data.items():
             if (now := self.fingerprint.get(name, then)) != then:
-                self._note_difference(f"the data are others, {name} was {then} and is {now}")
+                self._note_difference(f"the data differ: {name} was {then} and is {now}")
                 break
         if found.is_left:
             warn_user(
@@ -387,7 +387,7 @@ class _Pass:
         if any(not _is_equal(now[name], then[name]) for name in drawn):
             self._differences.append(
                 "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
-                "follow may be others (give the data their own generator, or use hs.seeded(dataset))"
+                "follow may differ (give the data their own generator, or use hs.seeded(dataset))"
             )
 
     def _why_loaded(self, found: _PassState) -> str:
@@ -423,7 +423,7 @@ class _Pass:
             self._order.skip()
         self._note_order()
         if self.state.seen != found.seen:
-            self._note_difference("the skipped batches are other ones than those of the stored pass")
+            self._note_difference("the skipped batches differ from those of the stored pass")
         return batches
 
     def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:

@@ -280,11 +280,11 @@ def find_named(loss_fn: Callable[..., Any]) -> dict[str, Any]:
 def suggest_ways(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> Iterator[str]:
     """Yield what a user can do after a stop, in addition to the guard's advice."""
     if not has_capsules:
-        yield 'capsules="DIR" keeps such a step, and hs.replay names its cause'
+        yield 'capsules="DIR" saves such a step, and hs.replay names its cause'
     if carried := find_non_finite(loss_fn):
         yield (
-            f"{', '.join(carried[:3])} of loss_fn is not finite: if it is carried from batch to batch, as a hidden state "
-            "is, keep it in a buffer of a module in also=, so that a bad step restores it"
+            f"{', '.join(carried[:3])} of loss_fn is not finite: if it is carried from batch to batch, as a hidden "
+            "state is, keep it in a buffer of a module in also=, so that a bad step restores it"
         )
 
 

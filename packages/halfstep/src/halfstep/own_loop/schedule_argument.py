@@ -341,7 +341,7 @@ class LoopSchedules:
         for driven in self.driven:
             if driven.is_stepped_by_hand:
                 instead = {
-                    "step": "the step moves it on by itself",
+                    "step": "the step advances it",
                     "epoch": "call step.epoch_ended() instead",
                     "validation": "call step.validated(metric) instead",
                 }[driven.every]
@@ -419,7 +419,7 @@ def _assign_to_optimizers(given: object, optimizers: Sequence[Optimizer]) -> lis
             )
         pairs = [(optimizer, one) for optimizer, one in zip(optimizers, given, strict=True) if one is not None]
         for optimizer, one in pairs:
-            _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its place in the list")
+            _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its position in the list")
         return pairs
     _refuse_stranger(given, optimizers, "one of this step's")
     own = getattr(_unwrap(given), "optimizer", None)
@@ -466,7 +466,7 @@ def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
             return [
                 f"schedule={type(scheduler).__name__} follows optimizer steps: after {step} of them the learning rate "
                 "is 1/50 of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
-                "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
+                "step.epoch_ended(); if that is intended, hs.per_step(scheduler)"
             ]
     return []
 
@@ -482,6 +482,6 @@ def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]
     if not 0 < highest <= 0.01 or base > 0.5:
         return []
     return [
-        f"schedule= is a function that gives at most {highest:g}: a multiple of the optimizer's learning rate, "
-        f"{base:g}, is meant. Of a function that gives rates, make lambda step: rate(step) / {base:g}"
+        f"schedule= is a function that returns at most {highest:g}: it should return a multiple of the optimizer's "
+        f"learning rate, {base:g}. If it returns rates, use lambda step: rate(step) / {base:g}"
     ]

@@ -128,7 +128,7 @@ def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
     if asked == "auto":
         reason = f"numerics of bf16, auto's choice on a current GPU, simulated on {hardware.name}"
         return Grant(asked=asked, precision="bf16", reason=reason, simulated=True)
-    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and no statement about speed"
+    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and says nothing about speed"
     return Grant(asked=asked, precision=asked, reason=reason, simulated=True)
 
 

@@ -22,7 +22,7 @@ def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise _make_error(
                 f"DataParallel spreads the model over {len(module.device_ids)} devices",
-                "statistics that its copies write are lost, and no verdict is about them",
+                "statistics that its copies write are lost, and are not checked",
             )
         if names := SHARDED & {kind.__name__ for kind in type(module).__mro__}:
             raise ConfigError(

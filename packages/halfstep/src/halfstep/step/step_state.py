@@ -103,7 +103,7 @@ def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequen
             )
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
-                raise _make_misfit(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
+                raise _make_misfit(f"belongs to another optimizer than {name}: they differ in {', '.join(differing)}")
 
 
 def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
