@@ -152,7 +152,7 @@ def make_capturable(optimizers: Sequence[Optimizer], rates: Rates | None = None)
     """Give torch's optimizers the form that a CUDA graph can hold: SGD's fused kernel, and counters on the device.
     Fused Adam takes its betas from the host, so it is not fused where a schedule cycles them.
 
-    Return the names of those whose last bits may differ for it: bias corrections, and the product of learning rate and
+    Return the names of those whose last bits may differ: bias corrections, and the product of learning rate and
     update, are rounded differently (docs/captured_steps.md)."""
     changed = []
     for optimizer in optimizers:
@@ -249,7 +249,7 @@ def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
 
 
 def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that holds no weight of the model. It may hold others as well, such as a loss function's."""
+    """Refuse an optimizer that trains no weight of the model. It may train others, too, such as a loss function's."""
     own = {id(weight) for weight in model.parameters()}
     for optimizer in optimizers:
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -304,7 +304,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
 
 
 def check_sharded(model: nn.Module, plan: Plan, *, capsules: object) -> dict[str, object]:
-    """Refuse what a sharded model cannot have. Return what must be equal on all ranks; empty if it is not sharded."""
+    """Refuse settings that do not work with a sharded model. Return those that ranks must agree on."""
     sharding = find_sharding(model)
     if sharding is None:
         return {}
