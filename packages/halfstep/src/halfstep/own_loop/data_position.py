@@ -1,12 +1,12 @@
 """The position of a custom loop in its data: a resumed loop continues with the very next batch.
 
-Stored are the generators (Python's, NumPy's, torch's, CUDA's, and those that loader, samplers and data set hold) as
-they are now and as they were before the pass began, and the number of batches yielded since. To resume, the pass begins
-again with the generators of that time. torch then draws what it drew then: the seed of the workers, and the order. The
+The state has the generators (Python's, NumPy's, torch's, CUDA's, and those of loader, samplers and data set) as they
+are now and as they were before the pass began, and the number of batches yielded since. To resume, the pass begins
+again with the generators of that time, so torch draws the same seed of the workers and the same order again. The
 index sampler, for which `_Order` stands in, drops the batches of indices that were yielded, without loading a sample.
 Last, the generators are set to how they were when the state was stored.
 
-Samples need to be loaded again only where indices do not tell everything:
+Samples need to be loaded again only where indices are not enough:
 - workers drew random numbers (`_WorkerWatch` compares their generators), so a sample depends on those before it;
 - the sampler draws from the global generators in the middle of a pass, between the draws of the data set;
 - the data come from an iterable data set, or from anything that is not a DataLoader.
@@ -94,7 +94,7 @@ class _PassState:
 
 
 class DataPosition:
-    """How many passes over the data have ended, and how far the present one is."""
+    """How many passes over the data have ended, and the position in the current one."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         self.epoch = 0

@@ -1,8 +1,8 @@
 """`hs.save` and `hs.load`: a custom loop's whole state in one safetensors file, or a folder for a sharded model.
 
 Tensors are stored by name, and everything else as JSON in the file's metadata, so nothing is unpickled. The JSON part
-holds a checksum of itself and of every tensor. The file is written under a hidden name, flushed to the disk and
-renamed: if the process is killed at any moment, the path holds the old state or the new one.
+has a checksum of itself and of every tensor. The file is written under a hidden name, flushed to the disk and
+renamed: if the process is killed at any moment, the path has either the old state or the new one.
 
 distributed/sharded_files.py describes the folder of a sharded model, which the ranks write while they train on.
 """
@@ -92,7 +92,7 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Continue as `hs.save` was called: load model, step, generators and position in the data; return `extra`.
 
-    Make model, optimizer and step as before, then call it. What does not fit is refused, and nothing is changed.
+    Create model, optimizer and step as before, then call it. A state that does not fit is refused and changes nothing.
     `reshard=True` loads the folder of a sharded model into another number of shards, or into an unsharded model: the
     loop continues, but not bit-exactly. ::
 

@@ -62,7 +62,7 @@ def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
 
 
 class Following(LRScheduler):
-    """What the class of the user's scheduler gets in front of its own methods: code that stores it stays right.
+    """Methods put in front of those of the user's scheduler, so that code that stores it stays correct.
 
     hs.Step reads rates from a copy of the scheduler and never calls the `step()` of the user's object. Its fields come
     from a second copy, which is moved to the count of committed steps when they are needed: reading an attribute takes

@@ -420,7 +420,7 @@ class Memory:
 
 
 class Marks(Memory):
-    """Versions and addresses of what slots hold, to see which tensors were written."""
+    """Versions and addresses of the tensors in slots, to see which were written."""
 
     def __init__(self, held: Sequence[Tensor | None]) -> None:
         super().__init__(held)

@@ -1,4 +1,4 @@
-"""The guard: the device drops bad steps by itself; the guard decides from their facts whether to go on.
+"""The guard. The device drops bad steps itself; the guard decides from their facts whether to continue.
 
 It reads the facts of exactly 2 steps ago, on every device and in every mode, so that runs are reproducible and the host
 waits for a step that is long finished, never for the one in flight.
