@@ -378,7 +378,7 @@ def test_what_cannot_be_captured_is_guarded_and_named(tmp_path: Path, capsys: py
 
     with replays_on_cpu():
         train(tmp_path, Own, halfstep="captured", steps=1)
-    assert "guards them: Own has its own training_step" in capsys.readouterr().err
+    assert "instead of capturing them: Own has its own training_step" in capsys.readouterr().err
 
 
 # --- bad input ---
