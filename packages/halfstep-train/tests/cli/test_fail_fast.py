@@ -68,7 +68,7 @@ CASES = {
     "evaluate run --device nothing": "--device nothing: there is no such kind of device",
     "bench unet --device nothing": "--device nothing: there is no such kind of device",
     "guide --device nothing": "--device nothing: there is no such kind of device",
-    "guide --answers nowhere": "no file of answers at nowhere",
+    "guide --answers nowhere": "there is no answers file nowhere",
     "detect nothing": "unknown GPU 'nothing'",
     "exercise 1 --data-dir nowhere": "there is no folder nowhere",
 }

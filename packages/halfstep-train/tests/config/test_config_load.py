@@ -200,7 +200,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["model=my_pkg.models:Net"], "has a fixed model"),
         (["precision.defautl=bf16"], "did you mean precision.default"),
         (["data.dir="], "data.dir = '' (data.dir=): String should have at least 1 character"),
-        (["train=5"], "`train=5`: train holds settings, not a value"),
+        (["train=5"], "`train=5`: train is a section, not a value"),
         (["train.epohcs=3"], "unknown key 'train.epohcs' (train.epohcs=3)\n  fix: did you mean train.epochs?"),
         (["data.augment.rotat=3"], "did you mean data.augment.rotate_degrees?"),
         (["trainer.presicion=16"], "did you mean precision?"),

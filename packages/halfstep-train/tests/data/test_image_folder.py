@@ -74,7 +74,7 @@ def test_every_unusable_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no class folders"):
         find_images(tmp_path, USUAL)
     write_classes(tmp_path / "train", {"cat": 1})
-    with pytest.raises(DataError, match="holds one class, cat"):
+    with pytest.raises(DataError, match="contains one class, cat"):
         find_images(tmp_path, USUAL)
     (tmp_path / "train" / "dog").mkdir()
     with pytest.raises(DataError, match="no images in class dog"):

@@ -215,7 +215,7 @@ def test_a_folder_with_python_objects_in_its_weights_is_refused_without_torchs_a
             torch.save({**load_file(file), "seed": Fraction(1, 3)}, file.with_name(name))
             file.unlink()
     for open_folder in (lambda: open_net(vae, [VAE]), lambda: open_text(str(text))):
-        with pytest.raises(ModelError, match=r"it holds Python objects \(fractions.Fraction\)") as caught:
+        with pytest.raises(ModelError, match=r"it contains Python objects \(fractions.Fraction\)") as caught:
             open_folder()
         assert "weights_only" not in str(caught.value)
         assert "safetensors" in caught.value.fix

@@ -242,7 +242,7 @@ def test_python_objects_are_named_and_never_made(
     torch.save({"state_dict": {}, "args": made}, "a.pth", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ModelError) as caught:
         read_weights(tmp_path / "a.pth")
-    assert caught.value.why == f"it holds Python objects ({name}), and halfstep does not execute code from a file"
+    assert caught.value.why == f"it contains Python objects ({name}), and halfstep does not execute code from a file"
     assert "torch.save(model.state_dict(), FILE)" in caught.value.fix
     assert "safetensors" in caught.value.fix
     assert "weights_only" not in str(caught.value)
@@ -261,6 +261,6 @@ def test_a_folder_and_a_file_without_tensors_are_told_what_they_hold(tmp_path: P
         read_weights(tmp_path)
     assert "model.safetensors" in caught.value.fix
     torch.save({"epoch": 3, "best": 0.5}, tmp_path / "a.pth")
-    with pytest.raises(ModelError, match="holds no weights") as caught:
+    with pytest.raises(ModelError, match="contains no weights") as caught:
         read_weights(tmp_path / "a.pth")
     assert "epoch, best" in caught.value.why

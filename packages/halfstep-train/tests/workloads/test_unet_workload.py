@@ -86,7 +86,7 @@ def test_classes_auto_is_one_logit_a_class_and_one_is_the_binary_form(demo: Path
     binary = build_workload(config(demo, model={"classes": 1}))
     batch = binary.prepare(first_batch(binary), key=(0, 0), training=True)
     assert binary.forward(binary.model, batch).shape[1] == 1
-    with pytest.raises(DataError, match=r"model\.classes is 5, the masks hold 2 values"):
+    with pytest.raises(DataError, match=r"model\.classes is 5, the masks contain 2 values"):
         build_workload(config(demo, model={"classes": 5}))
 
 
@@ -154,10 +154,10 @@ def test_masks_with_grey_edges_are_told_and_their_values_are_not_all_listed(tmp_
     mask = sorted((tmp_path / "own" / "masks").iterdir())[0]
     Image.fromarray((np.arange(256) % 200).astype(np.uint8).reshape(16, 16)).save(mask)
     [note] = build_workload(config(tmp_path / "own")).notes
-    assert "the masks hold 201 different values" in note
+    assert "the masks contain 201 different values" in note
     assert "and 193 more" in note
     assert not build_workload(config(tmp_path / "own", model={"classes": 201})).notes
-    with pytest.raises(DataError, match=r"model.classes is 2, the masks hold 201 values: 0, 1, .* and 193 more"):
+    with pytest.raises(DataError, match=r"model.classes is 2, the masks contain 201 values: 0, 1, .* and 193 more"):
         build_workload(config(tmp_path / "own", model={"classes": 2}))
 
 
@@ -165,5 +165,5 @@ def test_masks_of_one_value_are_refused(tmp_path: Path) -> None:
     write_demo(tmp_path / "own", num_images=3)
     for mask in (tmp_path / "own" / "masks").iterdir():
         Image.new("L", (64, 64)).save(mask)
-    with pytest.raises(DataError, match="every mask holds only the value 0"):
+    with pytest.raises(DataError, match="every mask contains only the value 0"):
         build_workload(config(tmp_path / "own"))

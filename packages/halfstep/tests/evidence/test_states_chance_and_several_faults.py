@@ -49,7 +49,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(
     ("part", "tensor", "shown"),
     [
-        (Frozen(-0.1), "1.variance", "holds -0.1"),
+        (Frozen(-0.1), "1.variance", "contains -0.1"),
         (Counted(), "1.count", "nothing but zeros"),
     ],
 )

@@ -246,9 +246,9 @@ def test_models_that_the_optimizer_does_not_train_alone_are_refused() -> None:
     both = torch.optim.AdamW([*unet.parameters(), *encoder.parameters()])
     unet, encoder, both = accelerator.prepare(unet, encoder, both)
     guard = hs.integrations.accelerate.guard
-    with pytest.raises(ConfigError, match=r"2 of the 8 parameters .* none of the models given \(Net\)"):
+    with pytest.raises(ConfigError, match=r"2 of the 8 parameters .* do not belong to the given models \(Net\)"):
         guard(accelerator, unet, both)
-    with pytest.raises(ConfigError, match=r"6 of the 8 parameters .* none of the models given \(Linear\)"):
+    with pytest.raises(ConfigError, match=r"6 of the 8 parameters .* do not belong to the given models \(Linear\)"):
         guard(accelerator, encoder, both)
     guard(accelerator, [unet, encoder], both)
 
@@ -271,9 +271,9 @@ def test_a_loop_that_steps_another_optimizer_is_told() -> None:
     assert script.guard is not None
     x, y = next(script.batches)
     script.accelerator.backward(F.cross_entropy(script.model(x), y))
-    with pytest.warns(UserWarning, match="no guarded step was made: call step.. of the optimizer that accelerator.pre"):
+    with pytest.warns(UserWarning, match="no guarded step followed: call step.. of the optimizer that accelerator.pre"):
         script.guard.finish()
-    with pytest.warns(UserWarning, match="past the guard inside Accelerate.*prepare returned instead") as found:
+    with pytest.warns(UserWarning, match="bypassed the guard inside Accelerate.*prepare returned instead") as found:
         script.optimizer.optimizer.step()
     assert found[0].filename == __file__  # Accelerate ignores warnings of torch's schedulers, which wrap step()
 

@@ -321,7 +321,7 @@ def test_a_stop_names_what_the_user_of_the_host_can_do() -> None:
     with pytest.raises(TrainingStopped) as stopped:
         loop.train(3, "loss")
     assert stopped.value.fix == (
-        'lower the learning rate, clip gradients (clip=1); capsules="DIR" keeps such a step, and hs.replay names its '
+        'lower the learning rate, clip gradients (clip=1); capsules="DIR" saves such a step, and hs.replay names its '
         "cause"
     )
 
@@ -331,7 +331,7 @@ def test_a_step_past_the_guard_is_named_once() -> None:
     assert loop.guard is not None
     loop.train(0)
     loop.model(loop.x[:8]).sum().backward()
-    with pytest.warns(UserWarning, match=r"AdamW.step\(\) was called past the guard inside a loop.* loop.step"):
+    with pytest.warns(UserWarning, match=r"AdamW.step\(\) bypassed the guard inside a loop.* loop.step"):
         loop.optimizer.step()
     loop.optimizer.step()
     loop.guard.close()

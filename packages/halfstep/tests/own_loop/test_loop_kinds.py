@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str]] = {
     "nothing": (lambda model: (None, None), "hs.Step(model, torch.optim"),
     "no optimizer": (lambda model: (model, [None]), "hs.Step(model, torch.optim"),
     "a tensor": (lambda model: (X, sgd(model)), "ParameterList"),
-    "a trainer": (lambda model: (SimpleNamespace(model=model), sgd(model)), "give hs.Step its Linear"),
+    "a trainer": (lambda model: (SimpleNamespace(model=model), sgd(model)), "pass its Linear to hs.Step"),
     "a wrapper": (lambda model: (model, SimpleNamespace(optimizer=sgd(model))), "optimizer.optimizer"),
     "several": (lambda model: ([model, model], sgd(model)), "ModuleList"),
 }

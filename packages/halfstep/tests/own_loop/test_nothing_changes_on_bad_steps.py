@@ -380,7 +380,7 @@ def test_an_optimizer_that_stepped_is_put_back_where_the_next_one_fails(first: s
     for seed in range(2):
         step(loss_fn, [batch(seed)])
     before = bits([model[0].state_dict(), optimizers[0].state_dict(), step.attempted, step.committed])
-    error, text = (KeyError, "mine") if raises else (ModelError, r"Spoiling.step\(\) left weights that are not finite")
+    error, text = (KeyError, "mine") if raises else (ModelError, r"Spoiling.step\(\) produced non-finite weights")
     with pytest.raises(error, match=text):
         step(loss_fn, [batch(2)])
     assert bits([model[0].state_dict(), optimizers[0].state_dict(), step.attempted, step.committed]) == before

@@ -268,7 +268,7 @@ def test_a_sampler_that_keeps_a_state_is_exact_in_the_first_epoch_and_said_not_t
     assert Loop(make).run(tmp_path / "state", resumes=True).warnings == []
     Loop(make).run(tmp_path / "state", stop=6)
     (warning,) = Loop(make).run(tmp_path / "state", resumes=True).warnings
-    assert "the skipped batches are other ones than those of the stored pass" in warning
+    assert "the skipped batches differ from those of the stored pass" in warning
 
 
 class Stream(IterableDataset[Tensor]):
@@ -365,7 +365,7 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "left", step, model)
     assert step.epoch == 0
-    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and goes on from there"):
+    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and continues from there"):
         assert torch.equal(torch.cat(train(step, model, loader, 6)), rest)
     assert step.epoch == 1
 
@@ -411,7 +411,7 @@ def test_two_passes_at_once_are_warned_about() -> None:
     step, model, loader = make_loop(0)
     for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):
         step(lambda batch: model(batch).square().mean(), a)
-        with pytest.warns(UserWarning, match="of passes that run at the same time only the newest is stored"):
+        with pytest.warns(UserWarning, match="only the newest of several passes is stored"):
             step.state_dict()
         break
 
@@ -607,7 +607,7 @@ def test_other_data_of_the_same_length_are_warned_about(tmp_path: Path) -> None:
         if isinstance(first, DataLoader) and isinstance(first.dataset, Subset):
             first.dataset.indices = list(first.dataset.indices)
         (warning,) = stop_and_resume(tmp_path / "state", first, second).warnings
-        assert "the data are others" in warning, text
+        assert "the data differ" in warning, text
         assert text in warning, warning
 
 
@@ -693,6 +693,6 @@ def test_an_order_drawn_before_the_pass_is_exact_only_if_it_follows_from_the_epo
     resumed = train(is_seeded=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     train(is_seeded=False, stop=9)
-    with pytest.warns(UserWarning, match="data are others, the list of|skipped batches are other ones") as caught:
+    with pytest.warns(UserWarning, match="data differ: the list of|skipped batches differ") as caught:
         train(is_seeded=False)
     assert "torch.Generator().manual_seed(epoch)" in str(caught[-1].message)

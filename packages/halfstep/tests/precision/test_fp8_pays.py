@@ -58,7 +58,7 @@ def test_a_gain_below_five_percent_is_none() -> None:
 def test_where_no_layer_gains_the_plan_is_bf16_and_says_so() -> None:
     plan = decide("fp8", HOPPER, model(), fp8_gains={"1": SLOW, "2": SLOW})
     assert (plan.asked, plan.granted) == ("fp8", "bf16")
-    assert plan.warnings[0].startswith("fp8 asked for, running bf16: no layer of Sequential takes fp8 and gains by it")
+    assert plan.warnings[0].startswith("fp8 asked for, running bf16: no layer of Sequential gets faster in fp8")
     assert "0.90x" in str(plan)
 
 

@@ -45,7 +45,7 @@ def test_what_is_not_a_plan_is_refused_by_name(text: str) -> None:
 def test_a_row_that_is_not_text_is_refused(row: dict[str, Any]) -> None:
     stored = json.loads(sample_plan().to_json())
     stored["rows"][0] |= row
-    with pytest.raises(PrecisionError, match="not a stored plan: a row holds .*, which is not text"):
+    with pytest.raises(PrecisionError, match="not a stored plan: a row contains .*, which is not text"):
         Plan.from_json(json.dumps(stored))
 
 

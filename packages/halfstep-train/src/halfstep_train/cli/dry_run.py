@@ -38,7 +38,7 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Predict whether a format would hold: per module, what would overflow, flush to zero or lose updates.
+    """Predict whether a format would work: per module, what would overflow, flush to zero or lose updates.
 
     Runs a few steps in fp32 on real batches, from a run's weights if a run is given. Shows the headroom in bits and
     whether loss scaling, or the rounding of bf16-true, fixes it. Exit code 1: a module does not fit without a fix.

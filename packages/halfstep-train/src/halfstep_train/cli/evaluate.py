@@ -37,7 +37,7 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Score a trained model: overall and per-class scores, and pictures of its mistakes.
+    """Score a trained model: overall and per-class scores, and images of its mistakes.
 
     Without --data the scores are those that training computed for this checkpoint. Other data are evaluated completely,
     or on their own validation split if they have one. No file is overwritten.

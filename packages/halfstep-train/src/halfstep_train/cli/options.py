@@ -117,7 +117,7 @@ MaybeArguments = Annotated[
 ]
 RunFolder = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.", autocompletion=complete_run),
+    typer.Argument(metavar="RUN", help="A run's folder, created by `halfstep train`.", autocompletion=complete_run),
 ]
 
 Precision = Annotated[

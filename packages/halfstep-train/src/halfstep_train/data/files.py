@@ -149,7 +149,7 @@ def list_images(folder: Path) -> list[Path]:
     """Return the image and array files of a folder, which must hold at least one."""
     found = list_files(require_folder(folder), READABLE_ENDINGS)
     if not found:
-        why = f"it holds {describe_content(folder)}"
+        why = f"it contains {describe_content(folder)}"
         raise DataError(f"no images in {folder}", why=why, fix="supported formats: " + " ".join(READABLE_ENDINGS))
     return found
 
@@ -192,7 +192,7 @@ def load_array(path: Path) -> Array:
             "data.on_bad_file=skip",
         ) from error
     if not isinstance(tensor, torch.Tensor):
-        raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
+        raise DataError(f"{path} contains a {type(tensor).__name__}", why="a .pt file must contain one tensor")
     return tensor.numpy()
 
 

@@ -107,7 +107,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     classes = tuple(known) if set(train) <= set(known) else in_order
     if len(classes) < 2 and not known:
         raise DataError(
-            f"{list_some(train_folders)} holds one class, {classes[0]}",
+            f"{list_some(train_folders)} contains one class, {classes[0]}",
             why="a classifier needs at least two classes",
             fix="make one folder per class: train/<class>/*.jpg",
         )
@@ -146,7 +146,7 @@ def _refuse_masks(root: Path) -> None:
     """Raise for a folder of images and a folder of masks, which look like two classes."""
     if names := find_pair_folders(root):
         raise DataError(
-            f"{root} holds images and masks ({names}), not classes",
+            f"{root} contains images and masks ({names}), not classes",
             why="a classifier would learn to distinguish images from masks",
             fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.folders=[.]",
         )
@@ -161,14 +161,14 @@ def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], li
         for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
     )
     if train is None and val is not None:
-        raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
+        raise DataError(f"{root} has {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
     return [train or root], [val] if val else []
 
 
 def _find_named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
     if named:
         if not (root / named).is_dir():
-            raise DataError(f"no folder {named} in {root}", why=f"it holds {describe_content(root)}")
+            raise DataError(f"no folder {named} in {root}", why=f"it contains {describe_content(root)}")
         return root / named
     return next((root / name for name in usual if (root / name).is_dir()), None)
 
@@ -181,7 +181,7 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
     if not found:
         raise DataError(
             f"no class folders in {list_some(folders)}",
-            why=f"it holds {describe_content(folders[0])}",
+            why=f"it contains {describe_content(folders[0])}",
             fix="make one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)

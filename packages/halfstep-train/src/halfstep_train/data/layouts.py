@@ -222,7 +222,7 @@ def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
         if len(folders) > 1 and fitting:
             places = [folder for folder, _ in fitting]
             raise DataError(
-                f"{root} holds {len(folders)} folders, among them the data of {list_some(places)}",
+                f"{root} contains {len(folders)} folders, among them the data of {list_some(places)}",
                 why="halfstep cannot tell which one to use",
                 fix=f"name it: data.dir={shlex.quote(str(places[0]))}",
             )
@@ -357,6 +357,6 @@ def _make_not_found_error(root: Path, asked: PairLayout) -> DataError:
     images, masks = (name if ID in name else f"{name}/" for name in (asked.images or "imgs", asked.masks or "masks"))
     return DataError(
         f"no {images} and {masks} in {root}",
-        why=f"it holds {describe_content(root)}",
+        why=f"it contains {describe_content(root)}",
         fix="imgs/<id>.png with masks/<id>_mask.png, or name the folders: data.images and data.masks",
     )

@@ -139,7 +139,7 @@ def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     folder = binary_sets.find_cifar_folder(root)
     if folder is None:
         raise DataError(
-            f"{root} holds no CIFAR-10",
+            f"{root} contains no CIFAR-10",
             why="the binary version is expected: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated images",
         )

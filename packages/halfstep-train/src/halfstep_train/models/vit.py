@@ -233,7 +233,7 @@ class ViT(nn.Module):
         if size.dim % size.heads or image_size < size.patch or min(num_classes, in_channels, size.depth) < 1:
             raise ModelError(
                 f"ViT of {size}, {num_classes} classes, {in_channels} input channels, image size {image_size}",
-                why="heads must divide dim, an image must hold at least one patch, and all counts must be at least 1",
+                why="heads must divide dim, an image must have at least one patch, and all counts must be at least 1",
                 fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16 at 224 pixels",
             )
         self.patch = size.patch

@@ -71,7 +71,7 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
             )
     except RuntimeError as error:
         raise CheckpointError(
-            "the checkpoint does not hold the weights of this model", why=" ".join(str(error).split())[:300],
+            "the checkpoint does not contain the weights of this model", why=" ".join(str(error).split())[:300],
             fix="resume with the model the run was started with",
         ) from error  # fmt: skip
     restore_buffers(parts.model, state["buffers"])

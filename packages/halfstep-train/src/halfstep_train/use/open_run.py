@@ -128,7 +128,7 @@ def load_weights(
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{run.path.name} does not hold the weights of this run's {run.config.workload}",
+            f"{run.path.name} does not contain the weights of this run's {run.config.workload}",
             why=" ".join(str(error).split())[:300],
             fix=f"check whether {run.folder.config} or your model's code changed after training",
         ) from error

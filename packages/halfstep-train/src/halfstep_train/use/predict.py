@@ -180,7 +180,7 @@ def _read_unfinished(out: Path | None, call: Mapping[str, Any]) -> dict[str, Any
     now = json.loads(dump_json(call))
     if differing := [name for name in now if now[name] != former.get(name)]:
         raise ConfigError(
-            f"--out {out} holds an unfinished prediction of another command",
+            f"--out {out} contains an unfinished prediction of another command",
             why=f"{differing[0]}: {former.get(differing[0])} then, {now[differing[0]]} now",
             fix="repeat the same command, or choose a new or empty folder",
         )
@@ -236,7 +236,7 @@ def _explain_second_stop(folder: Path | None, answers: list[Answer]) -> Interrup
     has_files = folder is not None and any(folder.iterdir())
     return Interrupted(
         f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
-        + (f"; {folder} may hold an incomplete file" if has_files else "; nothing was written"),
+        + (f"; {folder} may contain an incomplete file" if has_files else "; nothing was written"),
         fix=f"remove {folder}, or name another folder with --out" if has_files else "",
     )
 

@@ -134,7 +134,7 @@ def check_again(path: FastPath, graph: Graph, attempt: Attempt) -> None:
         return
     path.pardon(path.step.attempted)
     reason = "compiled code gives values that are not finite where torch's kernels do not"
-    warn_user(f"{reason}: the steps that were dropped last are its fault, not your model's; it is given up")
+    warn_user(f"{reason}: it caused the last dropped steps, not your model, and is no longer used")
     raise NotTraced(reason)
 
 

@@ -21,7 +21,7 @@ def count_samples(batch: Batch) -> int:
     array = find_first_array(batch)
     if array is None or array.ndim == 0:
         raise DataError(
-            f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
+            f"cannot tell how many samples a batch of type {type(batch).__name__} contains",
             fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
         )
     return len(array)

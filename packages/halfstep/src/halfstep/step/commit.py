@@ -7,18 +7,18 @@
     host        anything else, an optimizer with state on the host, and one whose step() runs the user's code
                 (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
 
-Of a sharded model the optimizers that treat each number alone step this rank's shards (optim/shards.py).
+In a sharded model, optimizers that treat each number alone step this rank's shards (optim/shards.py).
 
 Only torch's classes use `select`: a custom optimizer may keep Python numbers or replace its state tensors, which cannot
 be restored from outside.
 
-The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
-fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
+The first commit of a parameter is always decided on the host, with one wait: optimizers create their state then, and
+fused SGD with momentum leaves an *uninitialised* buffer after a skipped first step (seen on torch 2.11 and 2.13).
 
 An optimizer can write NaN from finite gradients: 0 / 0 in Adam with eps=0, the root of a negative number in a centred
 RMSprop. After `select` and `host` the weights are checked: `select` restores them, `host` ends with an error. After
-fused kernels they are not, which would cost a pass over all weights: with eps > 0 and a finite learning rate those
-write finite numbers; with eps = 0 they use `select`.
+fused kernels they are not checked, because that costs a pass over all weights: with eps > 0 and a finite learning rate
+these kernels write finite numbers; with eps = 0 `select` is used.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ class Committer:
 
 
 class FusedAdam:
-    """Call the kernel of torch's fused Adam and AdamW as their step() does, without what surrounds it there: finding
+    """Call the kernel of torch's fused Adam and AdamW as their step() does, without the code around it: finding
     states by parameter, grouping tensors and the profiler take longer than the kernel of a small model.
 
     It knows the parameters that have a gradient and their states; a change in either makes a new one."""
@@ -471,9 +471,9 @@ def commit_all(
     `bad` as a number, if the caller has it. `agree` returns whether a flag is set on any of the ranks that hold shards.
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
-    would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
+    would cost more than resuming from a checkpoint, so the error gets a note. Optimizers that stepped before it
     are restored: they are copied if a later one may raise or write non-finite weights. Copies are restored last to
-    first: of a parameter that two optimizers step, the first copy is as it was before both."""
+    first: if two optimizers step a parameter, the first copy has its value from before both."""
     ways = [committer.choose() for committer in committers]
     copies: list[CommitUndo] = []
     for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
@@ -494,9 +494,9 @@ def commit_all(
             # Our errors are raised before anything is written, or say so.
             if not (way.is_undone or isinstance(error, HalfstepError)):
                 error.add_note(
-                    f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
-                    "not counted, and weights may be between two steps. Load model and step from your last checkpoint "
-                    "to go on"
+                    f"halfstep: {committer.name} may have updated some of its parameters when it raised; the step is "
+                    "not counted, and weights may be between two steps. To continue, load model and step from your "
+                    "last checkpoint"
                 )
             raise
         finally:
@@ -509,7 +509,7 @@ def commit_all(
 def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
     if bool(spoiled):
         raise ModelError(
-            f"{committer.name}.step() left weights that are not finite, from finite gradients",
+            f"{committer.name}.step() produced non-finite weights from finite gradients",
             why="its arithmetic failed, such as 0 / 0 with eps=0; the update of this optimizer cannot be undone",
             fix="load your last checkpoint, and give the optimizer an eps above 0 or a lower learning rate",
         )

@@ -216,7 +216,7 @@ class Facts:
 
 
 class Outbox:
-    """Send facts to the host through pinned memory and events that are used again: new ones take long to make."""
+    """Send facts to the host through pinned memory and events that are reused: new ones take long to create."""
 
     NUM_SENT = 4  # facts are read two steps later
 

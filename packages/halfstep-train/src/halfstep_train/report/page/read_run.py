@@ -99,7 +99,9 @@ def read_run(path: Path) -> RunRecord:
         has_runs = any(path.glob("*/config.yaml"))
         runs = f"give one of the runs in it, which `{suggest_command('runs', path)}` lists" if has_runs else ""
         raise CheckpointError(
-            f"{path} is not a run", why="config.yaml is missing", fix=runs or "give a folder that `halfstep train` made"
+            f"{path} is not a run",
+            why="config.yaml is missing",
+            fix=runs or "give a folder that `halfstep train` wrote",
         )
     return RunRecord(
         name=path.resolve().name,

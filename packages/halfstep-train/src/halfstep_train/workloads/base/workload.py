@@ -251,7 +251,7 @@ def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> No
             )
         if any(id(parameter) in trained for parameter in part.module.parameters()):
             raise ConfigError(
-                f"{type(model).__name__} holds weights of the frozen part {name!r}",
+                f"{type(model).__name__} contains weights of the frozen part {name!r}",
                 why="they would be trained, averaged and stored with the model",
                 fix="do not make the frozen part a submodule of the model; let the workload's forward refer to it",
             )

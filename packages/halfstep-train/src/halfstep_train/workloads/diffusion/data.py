@@ -204,7 +204,7 @@ def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout
 def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
     if found < FEWEST:
         raise DataError(
-            f"{root} holds {format_count(found, 'image')} {which}".rstrip(),
+            f"{root} contains {format_count(found, 'image')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
             fix=fix or "add images (" + " ".join(IMAGE_ENDINGS) + "), or check --data-dir (data.dir)",
         )

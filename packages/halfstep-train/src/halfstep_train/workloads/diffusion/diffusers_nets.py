@@ -128,7 +128,7 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
     if name not in expected:
-        raise ModelError(f"{folder} holds another network: {name}", fix=f"give a folder of {' or '.join(expected)}")
+        raise ModelError(f"{folder} contains another network: {name}", fix=f"give a folder of {' or '.join(expected)}")
     channels = [config.get(end, IMAGE_CHANNELS) for end in ("in_channels", "out_channels")]
     if name == VAE and channels != [IMAGE_CHANNELS] * 2:
         raise ModelError(

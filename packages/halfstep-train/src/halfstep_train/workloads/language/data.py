@@ -141,7 +141,7 @@ def _open_ids(
             ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
             ("tokenizer", named),
         ),
-        notes=() if files[1] else (f"there is no validation: data.dir={root} holds no .bin with `val` in its name",),
+        notes=() if files[1] else (f"there is no validation: data.dir={root} contains no .bin with `val` in its name",),
     )
 
 

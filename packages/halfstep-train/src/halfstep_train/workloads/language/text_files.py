@@ -101,7 +101,7 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise DataError(
             f"{path} is empty",
-            why="it holds no text to train on",
+            why="it contains no text to train on",
             fix="remove it, or fill it; in a folder, data.on_bad_file=skip",
         )
     return text

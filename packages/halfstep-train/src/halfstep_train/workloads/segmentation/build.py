@@ -212,13 +212,13 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
     found, classes = len(table.values), config.model.classes
     if found < 2:
         raise DataError(
-            f"every mask holds only the value {list_some(table.values) or table.ignored}",
+            f"every mask contains only the value {list_some(table.values) or table.ignored}",
             why="segmentation needs at least two classes",
             fix="check the masks; a value to ignore is model.ignore_index",
         )
     if classes not in ("auto", found) and not (classes == 1 and found == 2):
         raise DataError(
-            f"model.classes is {classes}, the masks hold {found} values: {list_some(table.values, SHOWN_VALUES)}",
+            f"model.classes is {classes}, the masks contain {found} values: {list_some(table.values, SHOWN_VALUES)}",
             fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
         )
     return {
@@ -242,7 +242,7 @@ def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) ->
         return []
     shown = list_some(table.values, SHOWN_VALUES)
     hint = "if JPEG or resizing has blurred the edges, save the masks again as PNG with exact values"
-    return [f"the masks hold {found} different values, each treated as a class: {shown}; {hint}"]
+    return [f"the masks contain {found} different values, each treated as a class: {shown}; {hint}"]
 
 
 def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:

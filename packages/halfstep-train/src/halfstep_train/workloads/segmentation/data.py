@@ -214,7 +214,7 @@ def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
     files = list_images(folder)  # raises if there are none at all
     return DataError(
         f"no file in {folder} is called {names.text}",
-        why=f"it holds {list_some(path.name for path in files)}",
+        why=f"it contains {list_some(path.name for path in files)}",
         fix="check data.images and data.masks",
     )
 

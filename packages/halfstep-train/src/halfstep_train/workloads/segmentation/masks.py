@@ -159,7 +159,7 @@ def _to_integers(array: Array, path: Path) -> Array:
         return array.astype(np.uint8)
     if np.issubdtype(array.dtype, np.floating):
         if not (np.isfinite(array).all() and (array == array.round()).all()):
-            raise DataError(f"{path} holds fractions or NaN", why="mask values name classes, so they must be integers")
+            raise DataError(f"{path} has fractions or NaN", why="mask values name classes, so they must be integers")
         return array.astype(np.int64)
     return array
 
