@@ -425,6 +425,7 @@ class FastPath:
             """Fill the tensors that were promised."""
             for call, outputs in zip(attempt.calls, graph.outputs[-len(attempt.calls) :], strict=True):
                 call.fulfil(outputs)
+                call.draw_on_host()
 
         self.step.look_ahead()
         self.rates.write()
