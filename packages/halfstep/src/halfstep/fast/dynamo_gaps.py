@@ -103,11 +103,11 @@ def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any
 def jump_if_known(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Put the truth of a tensor in its place before Dynamo jumps by it, if it is the same in every step."""
 
-    def jump(tx: Any, instruction: Any) -> Any:
+    def jump(tx: Any, instruction: Any) -> None:
         value = tx.stack[-1].realize()
         if isinstance(value, TensorVariable) and (truth := find_truth(value.as_proxy().node)) is not None:
             tx.stack[-1] = ConstantVariable.create(truth)
-        return handler(tx, instruction)
+        handler(tx, instruction)
 
     return jump
 
@@ -187,12 +187,13 @@ def require_grad(method: Callable[..., Any]) -> Callable[..., Any]:
 def require_or_store(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Treat `x.requires_grad = True` as `x.requires_grad_()`."""
 
-    def store(tx: Any, instruction: Any) -> Any:
+    def store(tx: Any, instruction: Any) -> None:
         owner = tx.stack[-1].realize()
-        if instruction.argval != "requires_grad" or not isinstance(owner, TensorVariable):
-            return handler(tx, instruction)
-        value, _ = tx.popn(2)
-        owner.method_requires_grad_(tx, value)
+        if instruction.argval == "requires_grad" and isinstance(owner, TensorVariable):
+            value, _ = tx.popn(2)
+            owner.method_requires_grad_(tx, value)
+        else:
+            handler(tx, instruction)
 
     return store
 

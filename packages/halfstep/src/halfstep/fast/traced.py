@@ -37,8 +37,8 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.source import ConstantSource, NumpyTensorSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables import TensorVariable, TupleVariable
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import DequeVariable
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
@@ -199,6 +199,7 @@ class TracedLoss:
         if entry.why_not and self._callback.questions.was_asked and self._callback.questions.are_denied:
             raise NotTraced(entry.why_not)  # to Dynamo: it is traced once more
         self.entries.append(entry)
+        returned = find_returned(module)
 
         def promise(*inputs: Any) -> Sequence[Any]:
             self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
@@ -208,6 +209,8 @@ class TracedLoss:
                 raise LookedUp
             promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
             self._last = Call(entry, inputs, numbers, refer_to(promised))
+            for k, position in returned.items():
+                promised[k] = inputs[position]
             return promised
 
         return promise
@@ -248,11 +251,7 @@ class TracedLoss:
             entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
             if not entry.why_not:
                 inputs = place_numbers(graph, inputs, self.device)
-            return (
-                run_boxed(allow_any_strides(graph))
-                if compiler == "aten"
-                else compile_by_inductor(graph, inputs, settings)
-            )
+            return run_boxed(graph) if compiler == "aten" else compile_by_inductor(graph, inputs, settings)
 
         def split(joint: GraphModule, *arguments: Any, **named: Any) -> tuple[GraphModule, GraphModule]:
             place_constants(joint, self.device)
@@ -464,6 +463,13 @@ def settle_outputs(module: GraphModule, entry: Entry, device: torch.device) -> G
     return module
 
 
+def find_returned(module: GraphModule) -> dict[int, int]:
+    """Return which outputs are inputs that the code writes into by `out=`, as spectral norm does with its buffers."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    written = [one.kwargs.get("out") if isinstance(one, Node) else None for one in module.graph.output_node().args[0]]
+    return {k: placeholders.index(one) for k, one in enumerate(written) if one in placeholders}
+
+
 def make_fake(example: Tensor, context: TracingContext) -> Tensor:
     """Return a fake tensor as AOTAutograd would make it. Those of Dynamo's graph have another mode, which torch 2.10
     refuses, and their metadata may have changed in the trace."""
@@ -546,17 +552,12 @@ def is_drawn(node: Node) -> bool:
     return isinstance(source, Node) and torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
 
 
-def allow_any_strides(graph: GraphModule) -> GraphModule:
-    """Let views copy where they must: kernels may return other strides than those that were expected in the trace."""
+def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run a graph operation by operation. It takes its arguments as a list and empties it, which frees activations
+    while backward goes on. Views copy where they must: kernels may return other strides than the trace expected."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
     graph.recompile()
-    return graph
-
-
-def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Run a graph operation by operation. It takes its arguments as a list and empties it, which frees activations
-    while backward goes on."""
 
     def run(arguments: list[Any]) -> Any:
         inputs = list(arguments)
