@@ -3,13 +3,13 @@
 `fill_gaps` is active only while a loss function of hs.Step is traced, so a user's own torch.compile is as it was:
 
 - *Libraries that ask whether they are compiled* take another path then: transformers leaves out an attention mask that
-  masks nothing, but only in eager code, and another kernel draws other dropout numbers. Code outside of torch is told
-  that it is not compiled. If that path cannot be traced, the loss function is traced once more with the true answer.
+  masks nothing, but only in eager code, and another kernel draws other dropout numbers. If code cannot be traced, or
+  does not equal the eager step, it is traced once more, and code outside of torch is told that it is not compiled.
+  Not at first: the eager path may be a loop over time, where compiled code calls one operation.
 - *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
   number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
 - `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing needs it. No weight
   gets another gradient from it.
-- `copy.deepcopy` of plain Python objects, such as a config, which torch refuses up to 2.11.
 
 The generators are left to traced.py: what is drawn and not used must still be drawn in a replay.
 """
@@ -27,8 +27,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -43,7 +42,8 @@ QUESTIONS: tuple[Any, ...] = (
     torch._utils.is_compiling,
 )
 """How a library asks whether it is compiled."""
-JUMPS = [name for name in dis.opmap if name.startswith("POP_JUMP") and name.endswith(("_TRUE", "_FALSE"))]
+ENDS = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
+JUMPS = [name for name in dis.opmap if "JUMP" in name and name.endswith(ENDS)]
 TRANSLATORS = (
     symbolic_convert.InstructionTranslator,
     symbolic_convert.InliningInstructionTranslator,
@@ -58,7 +58,12 @@ class Questions:
     """Whether code is told that it is not compiled, and whether any has asked."""
 
     def __init__(self) -> None:
-        self.are_denied, self.was_asked = True, False
+        self.are_denied, self.was_asked = False, False
+
+    @property
+    def are_open(self) -> bool:
+        """True if another answer would trace other code."""
+        return self.was_asked and not self.are_denied
 
 
 @contextlib.contextmanager
@@ -76,9 +81,6 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
             stack.enter_context(mock.patch.object(translator, "dispatch_table", table))
         method = require_grad(TensorVariable.method_requires_grad_)
         stack.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
-        # Dynamo keeps which method handles a function: not what is put in place of one.
-        stack.enter_context(mock.patch.object(BuiltinVariable, "call_function_handler_cache", {}))
-        stack.enter_context(mock.patch.object(BuiltinVariable, "call_deepcopy", inline_deepcopy, create=True))
         yield
 
 
@@ -89,10 +91,11 @@ def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any
     """Return a handler that says no to code outside of torch."""
 
     def answer(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
-        if not questions.are_denied or tx.f_code.co_filename.startswith(TORCH):
-            return handler(variable, tx, *arguments, **named)
-        questions.was_asked = True
-        return ConstantVariable.create(False)
+        is_library = not tx.f_code.co_filename.startswith(TORCH)
+        questions.was_asked |= is_library
+        if is_library and questions.are_denied:
+            return ConstantVariable.create(False)
+        return handler(variable, tx, *arguments, **named)
 
     return answer
 
@@ -104,10 +107,13 @@ def jump_if_known(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Put the truth of a tensor in its place before Dynamo jumps by it, if it is the same in every step."""
 
     def jump(tx: Any, instruction: Any) -> None:
-        value = tx.stack[-1].realize()
-        if isinstance(value, TensorVariable) and (truth := find_truth(value.as_proxy().node)) is not None:
+        value, num_values = tx.stack[-1].realize(), len(tx.stack)
+        truth = find_truth(value.as_proxy().node) if isinstance(value, TensorVariable) else None
+        if truth is not None:
             tx.stack[-1] = ConstantVariable.create(truth)
         handler(tx, instruction)
+        if truth is not None and len(tx.stack) == num_values:  # it is the value of `a and b`
+            tx.stack[-1] = value
 
     return jump
 
@@ -196,24 +202,3 @@ def require_or_store(handler: Callable[..., Any]) -> Callable[..., Any]:
             handler(tx, instruction)
 
     return store
-
-
-# --- copy.deepcopy ---
-
-
-def inline_deepcopy(builtin: Any, tx: Any, value: Any) -> Any:
-    return tx.inline_user_function_return(VariableTracker.build(tx, copy_plain), [value], {})
-
-
-def copy_plain(value: Any) -> Any:
-    """Copy lists, dicts and objects as copy.deepcopy does, in Python that Dynamo can trace."""
-    if isinstance(value, bool | int | float | complex | str | bytes | type | torch.dtype) or value is None:
-        return value
-    if type(value) in (list, tuple, set):
-        return type(value)([copy_plain(one) for one in value])
-    if type(value) is dict:
-        return {copy_plain(key): copy_plain(one) for key, one in value.items()}
-    made = object.__new__(type(value))
-    for key, one in value.__dict__.items():
-        object.__setattr__(made, key, copy_plain(one))
-    return made

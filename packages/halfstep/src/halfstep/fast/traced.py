@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_frame
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -130,16 +130,23 @@ class TracedLoss:
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
         except TorchDynamoException as error:
-            questions = self._callback.questions
-            if not (questions.was_asked and questions.are_denied):
+            if not self.take_eager_path():
                 raise NotTraced(explain(error)) from None
-            questions.are_denied = False  # the eager path of a library cannot be traced: take that for compiled code
             return self(loss_fn, batch, before_new, only_looks=only_looks)
         call: Call | None = self._last
         if call is None:
             raise NotTraced("loss_fn runs no operation of torch")
         call.result = result
         return call
+
+    def take_eager_path(self) -> bool:
+        """Trace everything anew, as if it was not compiled. Return False if that changes nothing."""
+        if not self._callback.questions.are_open:
+            return False
+        self._callback.questions.are_denied = True
+        reset_code(self._function.__code__)
+        self.entries.clear()
+        return True
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
@@ -196,7 +203,7 @@ class TracedLoss:
         entry.rounds_by_data = not BY_DATA.isdisjoint(targets)
         entry.compile("aten")
         entry.why_not = entry.why_not or find_repeated(module, entry)
-        if entry.why_not and self._callback.questions.was_asked and self._callback.questions.are_denied:
+        if entry.why_not and self._callback.questions.are_open:
             raise NotTraced(entry.why_not)  # to Dynamo: it is traced once more
         self.entries.append(entry)
         returned = find_returned(module)
