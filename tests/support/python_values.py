@@ -369,16 +369,6 @@ def mask_written(device: torch.device) -> Loop:
     return Loop(model, loss_fn, "Data-dependent")
 
 
-def unused_dropout(device: torch.device) -> Loop:
-    model = make_model(device, nn.Dropout(0.3))
-
-    def loss_fn(batch: Any) -> Tensor:
-        F.dropout(batch[0], 0.5).square()
-        return get_loss(model, batch)
-
-    return Loop(model, loss_fn)
-
-
 def inputs_require_grad(device: torch.device) -> Loop:
     """Let the input of the first layer require a gradient, as for reentrant checkpointing."""
     model = make_model(device)
@@ -397,21 +387,6 @@ def spectral_norm(device: torch.device) -> Loop:
     loop = plain(device)
     torch.nn.utils.parametrizations.spectral_norm(loop.model[0])  # type: ignore[index]
     return loop
-
-
-def vector_quantizer(device: torch.device) -> Loop:
-    """Compute with strides that the kernels do not return as the trace expects them."""
-    encode, decode, codes = nn.Conv2d(1, 4, 2, 2), nn.ConvTranspose2d(4, 1, 2, 2), nn.Embedding(8, 4)
-    model = nn.ModuleList([encode, decode, codes]).to(device)
-
-    def loss_fn(batch: Any) -> Tensor:
-        x = batch[0].repeat(1, 4).reshape(-1, 1, 4, 4)
-        z = encode(x)
-        flat = z.permute(0, 2, 3, 1).reshape(-1, 4).float()
-        nearest = codes(torch.cdist(flat, codes.weight).argmin(1)).view(-1, 2, 2, 4).permute(0, 3, 1, 2)
-        return F.mse_loss(decode(z + (nearest - z).detach()), x) + F.mse_loss(nearest, z)
-
-    return Loop(model, loss_fn)
 
 
 # --- optimizers ---
@@ -562,8 +537,8 @@ CASES: dict[str, Callable[[torch.device], Loop]] = {
         batch_in_place,
         nested_dict, dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch,
         numpy_in_closure, tensor_made_outside, batch_in_closure, batch_on_the_host, custom_op, lstm,
-        layer_drop, layer_dropped_later, eager_path, refused_path, mask_of_constants, mask_written, unused_dropout,
-        inputs_require_grad, spectral_norm, vector_quantizer,
+        layer_drop, layer_dropped_later, eager_path, refused_path, mask_of_constants, mask_written,
+        inputs_require_grad, spectral_norm,
     )
 } | {"layer_drop_by_chance": functools.partial(layer_drop, probability=0.5)}  # fmt: skip
 
