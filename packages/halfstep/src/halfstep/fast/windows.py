@@ -54,6 +54,7 @@ class Entry:
     num_nodes: int = 0
     is_random: bool = False
     rounds_by_data: bool = False  # whether eager code chooses between formulas by the values of a tensor
+    host_draws: list[Callable[[], Any]] = field(default_factory=list)  # from the CPU's generator, for another device
     uses_atomics: bool = False  # whether sums may be added up in another order at every run
     requires_grad: list[bool] = field(default_factory=list)  # of each input
     was_called: bool = False
@@ -72,9 +73,26 @@ class Promise:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_kept: bool = False
+    """Whether it is kept with an autograd graph that the loss's backward frees."""
 
     def make(self) -> Tensor:
+        if self.is_kept:
+            kept: Tensor = FreedGraph.apply(torch.empty(0, requires_grad=True), self)
+            return kept
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+class FreedGraph(torch.autograd.Function):
+    """The autograd graph of a tensor that the user keeps after the step."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, promise: Promise) -> Tensor:
+        return torch.empty(promise.shape, dtype=promise.dtype, device=promise.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("backward a second time through the autograd graph of loss_fn, which the step has freed")
 
 
 @dataclass
@@ -105,6 +123,11 @@ class Call:
         pairs = enumerate(zip(self.inputs, last or (), strict=False))
         self.entry.changing |= {k for k, (now, then) in pairs if isinstance(now, Tensor) and then() is not now}
         return last is not None
+
+    def draw_on_host(self) -> None:
+        """Let the CPU's generator advance as in an eager step."""
+        for draw in self.entry.host_draws:
+            draw()
 
     def list_held(self) -> list[Tensor | None]:
         """Return the promised tensors that something still holds, by the number of the output."""
@@ -253,6 +276,7 @@ def run_calls(traced: TracedWindow, compiler: Compiler, step: GuardedStep, outpu
             if str(position) not in static and is_number_input(call, position):
                 inputs[position] = one.to(step.device)
         found = list(call.entry.codes[compiler](*inputs))
+        call.draw_on_host()
         outputs.append(found)
         if call.promised:
             made.update({id(h): o.detach() for h, o in zip(call.list_held(), found, strict=True) if h is not None})
