@@ -133,12 +133,12 @@ class Call:
         """Return the promised tensors that something still holds, by the number of the output."""
         return [one() if isinstance(one, weakref.ref) else None for one in self.promised]
 
-    @torch.no_grad()
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
         for held, output in zip(self.list_held(), outputs, strict=True):
             if held is not None:
-                held.copy_(output)
+                with torch.no_grad():
+                    held.copy_(output)
 
     def select(self, outputs: Sequence[Any]) -> tuple[Tensor, Weight]:
         """Return loss and weight among what the code returned."""
@@ -163,7 +163,10 @@ class TracedWindow:
     @property
     def entries_key(self) -> Key:
         return tuple(
-            (call.entry, None if isinstance(call.weight, Tensor) else call.weight, call.numbers) for call in self.calls
+            [
+                (call.entry, None if isinstance(call.weight, Tensor) else call.weight, call.numbers)
+                for call in self.calls
+            ]
         )
 
     @property
@@ -230,11 +233,11 @@ class TracedWindow:
                 found.append((exchange, name))
         return found
 
-    @torch.no_grad()
     def settle_exchanges(self, bad: Tensor) -> None:
         """Leave the old tensor in a module if the step was bad. As in eager steps, that is another tensor."""
         for exchange, name in self.list_replaced() if self.exchanges else ():
-            exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
+            with torch.no_grad():
+                exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
 
 
 @dataclass
@@ -361,7 +364,7 @@ class Replay(Protocol):
     def is_valid(self) -> bool: ...
 
     def __call__(
-        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] | None = None, fill: Callable[[], None] = ...
     ) -> Facts: ...
 
     def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:

@@ -187,7 +187,8 @@ def _find_numbers(loss: Tensor) -> list[float]:
 
 
 def _identify(loss_fn: LossFn) -> object:
-    loss_fn = inspect.unwrap(loss_fn)
+    if hasattr(loss_fn, "__wrapped__"):
+        loss_fn = inspect.unwrap(loss_fn)
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 

@@ -39,8 +39,8 @@ def find_first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
 
 def read_sample_ids(window: Window) -> tuple[Tensor, ...]:
     """Return the `index` entries of the window's batches, if the loader gives them."""
-    found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
-    return tuple(ids for ids in found if isinstance(ids, Tensor))
+    found = [batch.get("index") for batch in window if isinstance(batch, Mapping)]
+    return tuple([ids for ids in found if isinstance(ids, Tensor)])
 
 
 def is_one(factor: Weight) -> bool:

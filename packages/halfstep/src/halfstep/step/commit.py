@@ -41,6 +41,7 @@ from halfstep.distributed.sharding import get_local, get_locals, has_dtensor
 from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.flat import (
+    Memory,
     Snapshot,
     are_same_objects,
     get_dtype,
@@ -141,17 +142,27 @@ class CommitWay(NamedTuple):
 
 
 class CommitUndo:
-    """A copy of what an optimizer is about to write: parameters that have a gradient, and their state."""
+    """A copy of what an optimizer is about to write: parameters that have a gradient, and their state.
 
-    def __init__(self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool) -> None:
+    The copy's memory is freed when the step is over; where each tensor is in it is kept for the next one, as `last`,
+    because looking at hundreds of tensors takes longer than copying them."""
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool, last: CommitUndo | None = None
+    ) -> None:
         self.optimizer, self.parameters, self.by_host = optimizer, parameters, by_host
         self.state = {p: dict(own) for p in parameters if (own := optimizer.state.get(p))}
         # Restored by the host only: numbers that custom optimizers count in groups, and lists of tensors.
         self.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for own in self.state.values() if by_host else ():
             own.update((k, copy.deepcopy(v)) for k, v in own.items() if isinstance(v, list | dict))
-        held = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
-        self.snapshot = Snapshot([*parameters, *filter(is_writable_in_place, held)])
+        state = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
+        self.held = get_locals([*parameters, *state])
+        if last is not None and are_same_objects(self.held, last.held) and not last.memory.has_changed():
+            self.memory, self.snapshot = last.memory, last.snapshot
+        else:
+            written = [*self.held[: len(parameters)], *filter(is_writable_in_place, self.held[len(parameters) :])]
+            self.memory, self.snapshot = Memory(written), Snapshot(written)
         self.snapshot.save()
 
     def restore_where(self, bad: Tensor) -> None:
@@ -159,9 +170,11 @@ class CommitUndo:
             self.snapshot.restore_where(bad)  # torch's optimizers write their state in place
         elif bool(bad):
             self.restore()
+        self.snapshot.forget()
 
     def restore(self) -> None:
         self.snapshot.restore()
+        self.snapshot.forget()
         for p in self.parameters:
             self.optimizer.state.pop(p, None)
             if p in self.state:
@@ -178,6 +191,7 @@ class Committer:
         self._settled: tuple[list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
+        self._undo: CommitUndo | None = None  # of the last commit that was copied
         self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
         self.unchecked: set[int] = set()  # ids of parameters that were not finite before the first step
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
@@ -253,7 +267,8 @@ class Committer:
         return CommitWay(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
 
     def copy(self, way: CommitWay) -> CommitUndo:
-        return CommitUndo(self.optimizer, self._with_grad(), by_host=way.by_host)
+        self._undo = CommitUndo(self.optimizer, self._with_grad(), by_host=way.by_host, last=self._undo)
+        return self._undo
 
     def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything

@@ -29,6 +29,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.flat import (
+    Memory,
     Snapshot,
     are_same_objects,
     became_non_finite,
@@ -400,23 +401,6 @@ class SparseTensors:
                 tensor.copy_(copy)
                 self.saved[slot.name] = (tensor, tensor._version, copy)
             slot.owner[slot.key] = tensor
-
-
-class Memory:
-    """Addresses and sizes of tensors, to see whether one got other memory or was resized in place.
-
-    Compared as lists: a loop would dominate a small model's step.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        self.tensors = [t for t in tensors if t is not None]
-        self.then = self._read()
-
-    def _read(self) -> tuple[list[int], list[int]]:
-        return list(map(Tensor.data_ptr, self.tensors)), list(map(Tensor.numel, self.tensors))
-
-    def has_changed(self) -> bool:
-        return self._read() != self.then
 
 
 class Marks(Memory):
