@@ -17,13 +17,13 @@ from halfstep.recompute import set_recompute
 from halfstep_train.data import noise
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.latent_store import LatentDraws
 from halfstep_train.workloads.base.vae_format import choose_vae_format, pick_training_device
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio import build_vae
-from halfstep_train.workloads.radio.build_vae import refuse_uneven
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
@@ -135,7 +135,7 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
     """Build the U-Net and its condition encoder for the latents of the first stage."""
     settings, reduction = config.model, get_reduction(store["sizes"])
     channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
-    refuse_uneven(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1))
+    divide_side(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1), LEVELS_HALVE)
     pyramid = SwinPyramid(
         dim=settings.pyramid.width,
         depths=settings.pyramid.depths,

@@ -15,6 +15,8 @@ from halfstep.errors import ConfigError, format_count
 from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.layers import divide_side
+from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import load_weights_file_, read_weights
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
@@ -84,12 +86,13 @@ def build_model(
 ) -> SlotContrast:
     """Build the trained modules; `make` is the class or function that creates them from their sizes."""
     m = config.model
+    patch = m.patch if m.backbone == "filters" else DINO_PATCH
     model = make(
         fill_from_settings(
             SlotContrastSize,
             m,
             feature_dim=get_feature_dim(backbone),
-            num_positions=(config.data.image_size // get_patch(config)) ** 2,
+            num_positions=divide_side(config.data.image_size, patch, PATCHES_TILE) ** 2,
             num_slots=m.slots,
             num_iterations=m.iterations,
         )
@@ -104,18 +107,6 @@ def get_feature_dim(backbone: nn.Module) -> int:
     dim = backbone.dim
     assert isinstance(dim, int)
     return dim
-
-
-def get_patch(config: SlotContrastConfig) -> int:
-    """Return the side of a patch in pixels; raise ConfigError if patches do not tile the image."""
-    patch = config.model.patch if config.model.backbone == "filters" else DINO_PATCH
-    side = config.data.image_size
-    if side % patch:
-        raise ConfigError(
-            f"data.image_size={side} is not a multiple of the backbone's patches of {patch} pixels",
-            fix=f"data.image_size={max(1, round(side / patch)) * patch}",
-        )
-    return patch
 
 
 def build_backbone(config: SlotContrastConfig) -> FrozenPart:
