@@ -13,7 +13,7 @@ def only(**changes: float) -> UNetAugmentConfig:
     return UNetAugmentConfig(**dict.fromkeys(UNetAugmentConfig.model_fields, 0) | changes)  # type: ignore[arg-type]
 
 
-EVERYTHING = only(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
+EVERYTHING = only(flip=0.5, rotate_degrees=30, scale=0.2, brightness=0.2)
 
 
 def blobs(num: int = 4, height: int = 40, width: int = 56) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,6 @@ def test_the_same_key_gives_the_same_bits_and_another_key_does_not() -> None:
         only(flip=1),
         only(rotate_degrees=90),
         only(scale=0.5),
-        only(crop=0.5),
-        only(elastic_pixels=5),
         EVERYTHING,
     ],
 )
@@ -74,11 +72,9 @@ def test_rotation_keeps_shapes_in_an_oblong_image() -> None:
     assert ((turned == disc) | (turned == IGNORED)).float().mean() > 0.995
 
 
-def test_what_comes_from_outside_is_ignored_and_a_crop_never_leaves_the_image() -> None:
+def test_what_comes_from_outside_is_ignored() -> None:
     image, mask = blobs()
     assert (augment(image, mask, only(rotate_degrees=45), key=(1,))[1] == IGNORED).any()
-    for step in range(20):
-        assert not (augment(image, mask, only(crop=0.5), key=(1, step))[1] == IGNORED).any()
 
 
 def test_brightness_leaves_the_mask_alone_and_stays_in_bounds() -> None:

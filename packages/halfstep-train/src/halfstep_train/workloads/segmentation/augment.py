@@ -1,6 +1,6 @@
 """Augment images and masks together, for a whole batch on its device.
 
-All geometric changes (flip, rotation, scale, crop, elastic) form one sampling grid, so an image is interpolated only
+All geometric changes (flip, rotation, scale) form one sampling grid, so an image is interpolated only
 once. Random numbers are drawn on the CPU from a key such as (seed, attempted step): the same step sees the same images
 on any device, and nothing waits for the device. The grid is computed without `affine_grid`, which is a matrix product:
 TF32 would round positions to half a pixel.
@@ -19,26 +19,14 @@ from halfstep_train.data.seeds import BatchDraws
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
 from halfstep_train.workloads.segmentation.masks import IGNORED
 
-ELASTIC_KNOTS = 6
-"""Control points per side of the elastic displacement, which is bicubic in between."""
-
 
 def augment(image: Tensor, mask: Tensor, spec: UNetAugmentConfig, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Augment images (N, C, H, W) in 0..1 and class maps (N, H, W) together; pixels from outside become IGNORED."""
     num, _, height, width = image.shape
-    drawn = BatchDraws(key, num)
     # Always draw all numbers, so that enabling one change does not alter the random numbers of the others.
-    draws = drawn.uniform(9)
-    knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
-    numbers = draws.T.contiguous()
-    if spec.flip or spec.rotate_degrees or spec.scale or spec.crop or spec.elastic_pixels:
-        grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
-        if spec.elastic_pixels:
-            limits = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
-            shift = F.interpolate(
-                send_to_device(knots * limits, image.device), (height, width), mode="bicubic", align_corners=True
-            )
-            grid = grid + shift.permute(0, 2, 3, 1)
+    numbers = BatchDraws(key, num).uniform(9).T.contiguous()
+    if spec.flip or spec.rotate_degrees or spec.scale:
+        grid = _make_affine_grid(send_to_device(_draw_affine(numbers[:4], spec), image.device), height, width)
         image, mask = _sample(image, mask, grid)
     if spec.brightness:
         gain, offset = send_to_device((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
@@ -47,16 +35,13 @@ def augment(image: Tensor, mask: Tensor, spec: UNetAugmentConfig, *, key: tuple[
 
 
 def _draw_affine(numbers: Tensor, spec: UNetAugmentConfig) -> Tensor:
-    """Return matrices (N, 2, 3) that map output positions in -1..1 to input positions."""
-    flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
+    """Return matrices (N, 4), row by row, that map output positions in -1..1 to input positions."""
+    flip_x, flip_y, turn, zoom = numbers
     angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)
-    window = (1 - cut * spec.crop) / (1 + (zoom * 2 - 1) * spec.scale)
-    free = cut * spec.crop  # how far the crop can move from the centre, in half images
+    window = 1 / (1 + (zoom * 2 - 1) * spec.scale)
     sign_x, sign_y = (1 - 2 * (flip < spec.flip).float() for flip in (flip_x, flip_y))
     cos, sin = angle.cos() * window, angle.sin() * window
-    shift_x, shift_y = (move_x * 2 - 1) * free, (move_y * 2 - 1) * free
-    rows = [sign_x * cos, -sign_x * sin, shift_x, sign_y * sin, sign_y * cos, shift_y]
-    return torch.stack(rows, dim=1).view(-1, 2, 3)
+    return torch.stack([sign_x * cos, -sign_x * sin, sign_y * sin, sign_y * cos], dim=1)
 
 
 def _make_affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
@@ -68,9 +53,9 @@ def _make_affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
     # Rotate in pixels, not in the unit square, which would distort images that are not square.
     ratio = width / height
     x, y = x.view(1, 1, width), y.view(1, height, 1)
-    a = affine.view(-1, 6, 1, 1)
-    source_x = a[:, 0] * x + a[:, 1] * y / ratio + a[:, 2]
-    source_y = a[:, 3] * x * ratio + a[:, 4] * y + a[:, 5]
+    a = affine.view(-1, 4, 1, 1)
+    source_x = a[:, 0] * x + a[:, 1] * y / ratio
+    source_y = a[:, 2] * x * ratio + a[:, 3] * y
     return torch.stack([source_x, source_y], dim=-1)
 
 

@@ -17,9 +17,7 @@ class UNetAugmentConfig(Section):
     rotate_degrees: float = Field(
         default=15.0, ge=0, le=180, description="Largest rotation in degrees, in either direction"
     )
-    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement in pixels")
     scale: float = Field(default=0.1, ge=0, lt=1, description="Largest relative change of size")
-    crop: float = Field(default=0.0, ge=0, lt=1, description="Largest fraction of each side that a random crop removes")
     brightness: float = Field(
         default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
     )
