@@ -371,6 +371,24 @@ class DataConfig(Section):
     )
 
 
+class FolderConfig(DataConfig):
+    """A folder of images, whole or split into two folders."""
+
+    folders: tuple[str, ...] = Field(
+        default=(),
+        max_length=2,
+        description="Training and validation folder below data.dir; empty: those with common names",
+    )
+
+
+class LabelledFolderConfig(FolderConfig):
+    """A folder of images with classes."""
+
+    label_column: str = Field(
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
+    )
+
+
 class ModelConfig(Section):
     """Which model, and how large."""
 
@@ -391,6 +409,14 @@ class BuiltModelConfig(ModelConfig):
         if self.path or self.options:
             raise ValueError("this workload has a fixed model; to train your model: halfstep train my_pkg.my_mod:build")
         return self
+
+
+class TransformerSize(Section):
+    """Size of a transformer."""
+
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
+    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
 
 
 def read_off(value: object) -> object:

@@ -73,13 +73,13 @@ class BadFiles:
         """Return notes for the user about the files left out."""
         return tuple(f"left out: {error.what}" + (f" ({error.why})" if error.why else "") for error in self.skipped)
 
-    def refuse_empty_validation(self, num_before: int, num_left: int) -> None:
-        """Raise if no validation file is left: the run would have no best checkpoint and never stop early."""
+    def refuse_empty_split(self, split: str, num_before: int, num_left: int) -> None:
+        """Raise if no file of a split is left: without validation a run would have no best checkpoint."""
         if num_before and not num_left:
             raise DataError(
-                f"no usable file is left for validation: all {num_before} were left out",
+                f"no usable file is left for {split}: all {num_before} were left out",
                 why=list_some(error.what for error in self.skipped),
-                fix="repair them, split differently, or train without validation: data.val_fraction=0",
+                fix="repair them, or split differently (data.val_fraction=0 trains without validation)",
             )
 
 

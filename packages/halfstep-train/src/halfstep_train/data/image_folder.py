@@ -40,10 +40,10 @@ KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Lab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderLayout:
-    """Folder names and split settings; an empty name means any of the common ones."""
+    """Folder names and split settings; without names, the common ones count."""
 
-    train: str = ""
-    val: str = ""
+    folders: tuple[str, ...] = ()
+    """The training folder, then the validation folder."""
     val_fraction: float = 0.1
     """Share of each class held out if there is no validation folder; 0 holds out nothing."""
     seed: int = 0
@@ -98,7 +98,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     train_folders, val_folders = find_split_folders(root, layout)
     labelled = read_labels(train_folders[0], root, layout.label_column, usual=layout.label_columns)
     # A folder that the user named explicitly is not questioned.
-    if labelled is None and not layout.train:
+    if labelled is None and not layout.folders:
         _refuse_masks(root)
     train = labelled or _list_classes(train_folders)
     # The order of a table's labels is that of numbers, since they may be numbers.
@@ -154,12 +154,10 @@ def _refuse_masks(root: Path) -> None:
 
 def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
     """Return the training and validation folders; the whole folder and none if it is not split."""
-    if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
+    if not layout.folders and (parts := sorted(root.glob(KAGGLE_TRAIN))):
         return parts, sorted(root.glob(KAGGLE_VALIDATION))
-    train, val = (
-        _find_named(root, named, usual)
-        for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
-    )
+    train_name, val_name, *_ = (*layout.folders, "", "")
+    train, val = _find_named(root, train_name, TRAIN_NAMES), _find_named(root, val_name, VALIDATION_NAMES)
     if train is None and val is not None:
         raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
     return [train or root], [val] if val else []
@@ -254,7 +252,7 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     bad = {*paths} - {path for path, _ in good}
     kept = dataclasses.replace(folder, train=folder.train.drop(bad), val=folder.val.drop(bad))
     refuse_lost_classes(folder.classes, kept.train.labels, why=bad_files.skipped[0].what)
-    bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
+    bad_files.refuse_empty_split("validation", len(folder.val), len(kept.val))
     return kept
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder, read_cifar, read_idx
 from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
@@ -77,16 +78,9 @@ def open_image_data(
                 val_names=(),
                 about=(("layout", f"{name} in {path}; validation: its test split"),),
             )
-    train, val, *_ = (*config.folders, "", "")
-    layout = FolderLayout(
-        train=train,
-        val=val,
-        val_fraction=config.val_fraction,
-        label_column=config.label_column,
-    )
     # `other_data` names the same folder for both splits to evaluate everything; classes must then be the run's.
     known = store["classes"] if store is not None and len(config.folders) == 2 and len(set(config.folders)) == 1 else ()
-    folder = find_images(root, layout, known=known)
+    folder = find_images(root, fill_from_settings(FolderLayout, config), known=known)
     share = get_evaluation_share(config, store)
     return _open_packed(folder, config, share, quiet=quiet) if config.is_packed else _open_files(folder, config, share)
 
@@ -105,11 +99,7 @@ def get_evaluation_share(
 
 def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
     """Open the packed cache of an image folder; write it first if necessary."""
-    settings = PackSettings(
-        size=config.cache_size,
-        on_bad_file=config.on_bad_file,
-        workers=config.num_workers,
-    )
+    settings = fill_from_settings(PackSettings, config, size=config.cache_size, workers=config.num_workers)
     path = Path(config.cache_file) if config.cache_file else choose_pack_path(folder.root, config.cache_size)
     with nullcontext() if quiet else PackingBar(path) as progress:
         pack = open_or_pack(folder, path, settings, progress=progress)

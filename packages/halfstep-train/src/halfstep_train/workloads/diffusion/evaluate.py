@@ -69,14 +69,11 @@ class DiffusionEvaluation(PlainEvaluation):
     def score_with_options(self, request: EvaluateRequest) -> dict[str, float] | None:
         """Draw samples and compute their distances; return None, so that validation runs too."""
         assert isinstance(self.workload.forward, DiffusionForward)
-        sampler, trained = (
-            ImageSampler(request.config, self.workload.forward.parts, self.workload.store),
-            request.trained,
-        )
+        sampler = ImageSampler(request.config, self.workload.forward.parts, self.workload.store)
         if request.options["features"]:
             self.metrics.more = self._compute_distances(sampler, request)
-        with trained.inference():
-            self.sheet = sampler.draw_sheet(trained.model, Key.for_sampling(request.options["seed"]))
+        with request.trained.inference():
+            self.sheet = sampler.draw_sheet(request.trained.model, Key.for_sampling(request.options["seed"]))
         return None
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:

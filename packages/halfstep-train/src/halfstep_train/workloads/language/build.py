@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
-from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.errors import DataError, ModelError
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import Key, make_generator
 from halfstep_train.models.initial_values import skip_initialisation
@@ -127,12 +127,6 @@ def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
 
 def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
     """Build the model without data, as prediction needs it."""
-    if config.model.path is not None:
-        raise ConfigError(
-            f"model.path={config.model.path} with {config.workload}",
-            why="the chunked loss needs the output layer, which halfstep cannot find in a custom model",
-            fix="write a custom workload: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
-        )
     return GPT2(
         get_model_size(config, store),
         dropout=config.model.dropout,

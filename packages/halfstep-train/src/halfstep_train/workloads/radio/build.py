@@ -67,7 +67,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     why_scale, is_new = "stored with the run", store is None
     if store is None:
         scale, why_scale = _choose_scale(config, stage.vae, stage.scale_factor, data)
-        store = make_store(config, stage.sizes, scale)
+        store = {"sizes": stage.sizes, "scale_factor": scale, "image_size": config.data.image_size}
     settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
     data, store = add_latents(config, data, stage.vae, store)
     model = build_unet(config, store)
@@ -124,11 +124,6 @@ def _choose_format(
 def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
     """Return the number of sampling steps and network calls as text."""
     return f"{format_count(steps, 'step')}, {format_count(steps + int(settings.extra_call), 'call')} of the network"
-
-
-def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return the facts that a run stores."""
-    return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
 
 
 def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
@@ -309,7 +304,3 @@ def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Wor
     store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
     return make_workload(config, store, build_unet(config, store), vae, data)
-
-
-def describe_size(config: RadioConfig) -> str:
-    return f"{config.data.image_size} pixels"

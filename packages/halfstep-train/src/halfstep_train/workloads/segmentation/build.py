@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, DataError, format_count
+from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.files import BadFiles, list_some
 from halfstep_train.data.images import USUAL, choose_scale, describe_outliers
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.workload import Loss, Workload
+from halfstep_train.workloads.base.workload import Prepare, Workload
 from halfstep_train.workloads.segmentation.augment import augment
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.data import (
@@ -53,11 +53,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
     usable = set(scan.pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
-    if not train_pairs:
-        raise DataError(
-            "no usable pair is left to train on", why=f"{format_count(len(bad_files.skipped), 'file')} left out"
-        )
-    bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
+    bad_files.refuse_empty_split("training", len(found.train), len(train_pairs))
+    bad_files.refuse_empty_split("validation", len(found.val), len(val_pairs))
     is_new = store is None
     about = {"layout": found.layout}
     settled: dict[str, Any] = {}
@@ -83,21 +80,16 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
             pixels, mask = augment(pixels, mask, config.data.augment, key=key)
         return batch | {"image": pixels, "mask": mask}
 
-    return Workload(
-        name="unet",
-        model=model,
-        train_samples=SegmentationData(train_pairs, table=table, image=image),
-        val_samples=SegmentationData(val_pairs, table=table, image=image),
-        prepare=prepare,
-        forward=lambda model, batch: model(batch["image"]),
-        loss=make_loss(config),
-        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
-        metric="iou",
-        mode="max",
-        fragile=FRAGILE,
+    return make_workload(
+        config,
+        model,
+        SegmentationData(train_pairs, table=table, image=image),
+        SegmentationData(val_pairs, table=table, image=image),
+        store,
+        prepare,
+        background=background,
         scoring=_describe_scoring(table, background),
         by_batch=("the Dice term of the loss",) if config.model.dice_weight else (),
-        store=store,
         notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
         val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
@@ -149,20 +141,33 @@ def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
     return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
 
 
-def make_loss(config: UNetConfig) -> Loss:
-    """Return the loss function: cross-entropy + Dice, with the configured weights."""
-    settings = config.model
-
-    def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
-        value = segmentation_loss(
-            outputs,
-            batch["mask"],
-            class_weights=settings.class_weights,
-            dice_weight=settings.dice_weight,
-        )
-        return value, len(outputs)
-
-    return compute_loss
+def make_workload(
+    config: UNetConfig,
+    model: nn.Module,
+    train: Samples,
+    val: Samples,
+    store: Store,
+    prepare: Prepare,
+    *,
+    background: int | None = 0,
+    **about: Any,
+) -> Workload:
+    """Build the workload from its model and samples."""
+    weights = {"class_weights": config.model.class_weights, "dice_weight": config.model.dice_weight}
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=lambda outputs, batch: (segmentation_loss(outputs, batch["mask"], **weights), len(outputs)),
+        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
+        metric="iou",
+        fragile=FRAGILE,
+        store=store,
+        **about,
+    )
 
 
 def to_unit_range(pixels: Tensor) -> Tensor:
@@ -354,16 +359,5 @@ def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Work
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": to_unit_range(batch["image"])}
 
-    return Workload(
-        name=config.workload,
-        model=build_model(config, {**store, "image_size": config.data.image_size}),
-        train_samples=samples,
-        val_samples=samples,
-        prepare=prepare,
-        forward=lambda model, batch: model(batch["image"]),
-        loss=make_loss(config),
-        metrics=lambda: SegmentationMetrics(store["num_classes"]),
-        metric="iou",
-        fragile=FRAGILE,
-        store=store,
-    )
+    model = build_model(config, {**store, "image_size": config.data.image_size})
+    return make_workload(config, model, samples, samples, store, prepare)

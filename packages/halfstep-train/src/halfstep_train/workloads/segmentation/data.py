@@ -307,8 +307,7 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
     found = bad_files.try_each(inspect, pairs)
-    if not found:
-        raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
+    bad_files.refuse_empty_split("training", len(pairs), len(found))
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
     return Scan(
         pairs=tuple(pair for pair, _ in found),
