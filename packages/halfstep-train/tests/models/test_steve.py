@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
+from halfstep.errors import ConfigError, ModelError
 from halfstep.precision.contexts import simulate
 from halfstep.recompute import set_recompute
 from halfstep_train.workloads.slots import dvae as dvae_module
@@ -152,7 +152,7 @@ def test_a_video_at_64_pixels_keeps_its_size_in_the_encoder() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelError, match="30×30 pixels for tokens of 4×4"):
+    with pytest.raises(ConfigError, match="30 pixels: the side must be a multiple of 4"):
         Steve(TINY, 30)
     with pytest.raises(ModelError, match="3 attention heads for 16"):
         CrossAttention(16, 3, dropout=0.0, gain=1.0)

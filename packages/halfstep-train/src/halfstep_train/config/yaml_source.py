@@ -17,7 +17,6 @@ import yaml
 from halfstep.errors import ConfigError, suggest_command
 from halfstep_train.config.section import Plain
 
-MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
 ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
@@ -58,7 +57,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_text(path: Path) -> str:
-    """Read a config file as text; refuse folders, huge files and other encodings."""
+    """Read a config file as text; refuse folders and other encodings."""
     if not path.exists():
         raise ConfigError(
             f"no such config file: {path}", fix="give the path of a YAML file, or a workload such as unet"
@@ -72,16 +71,6 @@ def read_text(path: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check its permissions") from error
-    if len(content) > MAX_BYTES:
-        raise ConfigError(
-            f"{path} has {len(content):,} bytes",
-            why=f"a config is smaller than {MAX_BYTES:,} bytes",
-            fix="give the path of a YAML config",
-        )
-    return decode_text(content, path)
-
-
-def decode_text(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

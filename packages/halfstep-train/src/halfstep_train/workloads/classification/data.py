@@ -15,7 +15,6 @@ from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_im
 from halfstep_train.data.image_samples import (
     EvaluationFiles,
     EvaluationImages,
-    StoredImages,
     TrainingFiles,
     TrainingImages,
 )
@@ -72,8 +71,8 @@ def open_image_data(
             share = get_evaluation_share(config, store, usual=WHOLE)
             return ImageData(
                 classes=classes,
-                train=_make_training_images(train_images, config),
-                val=_make_evaluation_images(val_images, config, share),
+                train=TrainingImages(train_images, crop_area=config.augment.crop_area),
+                val=EvaluationImages(val_images, size=get_evaluation_size(config), share=share),
                 eval_share=share,
                 val_names=(),
                 about=(("layout", f"{name} in {path}; validation: its test split"),),
@@ -105,8 +104,8 @@ def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
         pack = open_or_pack(folder, path, settings, progress=progress)
     return ImageData(
         classes=pack.classes,
-        train=_make_training_images(pack.train, config),
-        val=_make_evaluation_images(pack.val, config, share),
+        train=TrainingImages(pack.train, crop_area=config.augment.crop_area),
+        val=EvaluationImages(pack.val, size=get_evaluation_size(config), share=share),
         eval_share=share,
         val_names=pack.val.names,
         titles=pack.titles,
@@ -145,11 +144,3 @@ def _note_unvalidated(folder: ImageFolder) -> list[str]:
         if missing and seen
         else []
     )
-
-
-def _make_training_images(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
-    return TrainingImages(images, crop_area=config.augment.crop_area)
-
-
-def _make_evaluation_images(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
-    return EvaluationImages(images, size=get_evaluation_size(config), share=share)

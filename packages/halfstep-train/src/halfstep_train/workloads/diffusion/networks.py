@@ -88,16 +88,12 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
-        size = config.model
+        given = {"channels", "layers", "attention", "attention_head_dim", "dropout"}
         model = build_net(
             make_unet_config(
+                **config.model.model_dump(include=given),
                 sample_size=parts.shape[1],
                 sample_channels=parts.shape[0],
-                channels=size.channels,
-                layers=size.layers,
-                attention=size.attention,
-                attention_head_dim=size.attention_head_dim,
-                dropout=size.dropout,
                 num_classes=parts.conditions.num_classes,
                 text_dim=parts.conditions.text_dim,
             )

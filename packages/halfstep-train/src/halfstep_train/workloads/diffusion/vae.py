@@ -81,14 +81,8 @@ def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Va
     elif settings.weights:
         vae = open_net(find_net_folder(settings.weights, "vae", "model.weights"), [VAE])
     else:
-        vae = build_net(
-            make_vae_config(
-                channels=settings.channels,
-                layers=settings.layers,
-                latent_channels=settings.latent_channels,
-                image_size=side,
-            )
-        )
+        sizes = settings.model_dump(include={"channels", "layers", "latent_channels"})
+        vae = build_net(make_vae_config(**sizes, image_size=side))
     divide_side(side, 2 ** count_halvings(vae.config), LEVELS_HALVE)
     set_checkpointing(vae, config.train.activation_checkpointing)
     if not settings.gan_weight:

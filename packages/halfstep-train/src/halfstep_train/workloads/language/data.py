@@ -79,7 +79,8 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
     # setting, the data and the start weights are asked, in this order.
     theirs = None if known else _read_weights_tokenizer(whole)
     named = known or _find_named_tokenizer(config.tokenizer, root) or (theirs if config.tokenizer == "auto" else None)
-    tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
+    is_by_character = config.tokenizer in CHARACTERS
+    tokenizer = named or (Characters.from_texts(map(read_text, texts.all)) if is_by_character else Bytes())
     if theirs is not None and have_different_ids(tokenizer, theirs):
         raise DataError(
             f"{whole.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
@@ -187,10 +188,6 @@ def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) ->
     """True if a tokenizer is the one next to the start weights."""
     theirs = _read_weights_tokenizer(config)
     return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
-
-
-def _make_text_tokenizer(setting: str, texts: TextFiles) -> Tokenizer:
-    return Characters.from_texts(read_text(path) for path in texts.all) if setting in CHARACTERS else Bytes()
 
 
 def _describe_sizes(train: Tokens, val: Tokens) -> str:

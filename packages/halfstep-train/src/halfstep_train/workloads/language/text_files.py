@@ -64,9 +64,8 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     unread = tuple(path for path in (*prose, *code) if path not in used)
     if train and val:
         train, val = _check_texts(train, bad_files), _check_texts(val, bad_files)
-        return TextFiles(
-            root=root, train=tuple(train), val=tuple(val), source=_describe_files(root, val), unread=unread
-        )
+        source = val[0].name if len(val) == 1 else f"{val[0].relative_to(root).parts[0]}, {len(val)} files"
+        return TextFiles(root=root, train=tuple(train), val=tuple(val), source=source, unread=unread)
     files = _check_texts(train or prose or code, bad_files)  # if there is a training split, other files describe it
     if not files:
         ids = next(root.rglob("*.bin"), None)
@@ -125,10 +124,6 @@ def _split_files(root: Path, files: list[Path], val_fraction: float) -> TextFile
     last = format_count(num, "file") if num > 1 else "file"
     source = f"the last {last}, {size / total:.0%} of the bytes: {list_some(val, 2)}"
     return TextFiles(root=root, train=train, val=val, source=source)
-
-
-def _describe_files(root: Path, files: list[Path]) -> str:
-    return files[0].name if len(files) == 1 else f"{files[0].relative_to(root).parts[0]}, {len(files)} files"
 
 
 def _find_named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) -> list[Path]:

@@ -7,6 +7,7 @@ model has the 31,037,698 parameters of the reference. `classes: 1` is its other 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,7 +65,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         if "model.background" in settled:
             config = config.replace(model={"background": None})
     elif config.data.image_size != store["image_size"]:
-        store = _resize_store(store, config.data.image_size)
+        factor = config.data.image_size / store["image_size"]
+        store = {**store, "image_size": config.data.image_size, "resize": [factor * share for share in store["resize"]]}
     scaling, scale_notes = _describe_scale(store["raw_scale"], scan)
     about |= scaling
     table, image = read_table(store), read_image_format(store)
@@ -106,19 +108,13 @@ def _decide(
     side, why_side = choose_image_side(config, scan)
     settled: dict[str, Any] = {"data.image_size": side}
     why = {"ignored mask value": why_ignored, "image size": why_side}
-    if scores_all_classes(config, found):
+    if not found.has_background and "background" not in config.model.model_fields_set:
         settled["model.background"] = None
         why["background"] = "this data set has none, so all classes count (model.background)"
     store = _make_store(config, scan, make_table(seen, ignored=ignored), side)
     if scan.raw:
         settled["data.scale"] = store["raw_scale"]
     return store, settled, {name: text for name, text in why.items() if text}
-
-
-def _choose_raw_scale(config: UNetConfig, scan: Scan) -> float | None:
-    if config.data.scale != "auto":
-        return config.data.scale
-    return choose_scale(scan.raw.values()).scale if scan.raw else None
 
 
 def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
@@ -135,12 +131,6 @@ def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], li
     return {"float images": f"divided by {scale:g} (data.scale): {values}"}, notes
 
 
-def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
-    """Return the store of a run for another image size."""
-    factor = side / store["image_size"]
-    return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
-
-
 def make_workload(
     config: UNetConfig,
     model: nn.Module,
@@ -153,7 +143,8 @@ def make_workload(
     **about: Any,
 ) -> Workload:
     """Build the workload from its model and samples."""
-    weights = {"class_weights": config.model.class_weights, "dice_weight": config.model.dice_weight}
+    m = config.model
+    compute_loss = partial(segmentation_loss, class_weights=m.class_weights, dice_weight=m.dice_weight)
     return Workload(
         name=config.workload,
         model=model,
@@ -161,7 +152,7 @@ def make_workload(
         val_samples=val,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
-        loss=lambda outputs, batch: (segmentation_loss(outputs, batch["mask"], **weights), len(outputs)),
+        loss=lambda outputs, batch: (compute_loss(outputs, batch["mask"]), len(outputs)),
         metrics=lambda: SegmentationMetrics(store["num_classes"], background),
         metric="iou",
         fragile=FRAGILE,
@@ -214,7 +205,7 @@ def _describe_scoring(table: MaskTable, background: int | None) -> str:
 
 def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
     """Return the facts that a run stores; refuse masks that do not fit `model.classes`."""
-    found, classes = len(table.values), config.model.classes
+    found, classes, scale = len(table.values), config.model.classes, config.data.scale
     if found < 2:
         raise DataError(
             f"every mask holds only the value {list_some(table.values) or table.ignored}",
@@ -233,7 +224,7 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
         "image_size": side,
         "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
         "is_float": scan.is_float,
-        "raw_scale": _choose_raw_scale(config, scan),
+        "raw_scale": scale if scale != "auto" else choose_scale(scan.raw.values()).scale if scan.raw else None,
         # Later images are resized by the same factors, so that objects have the size the model was trained on.
         "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
     }
@@ -300,11 +291,6 @@ def find_ignored_value(
     if last == IGNORED and 1 < len(classes) <= MANY_VALUES and classes == list(range(len(classes))):
         return last, f"{last}: in addition to the classes 0 to {classes[-1]} it marks pixels without a label; {advice}"
     return None, ""
-
-
-def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
-    """True if the data set has no background and the config does not name one."""
-    return not found.has_background and "background" not in config.model.model_fields_set
 
 
 def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:

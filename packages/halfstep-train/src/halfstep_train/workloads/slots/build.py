@@ -64,6 +64,7 @@ def make_workload(
     config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
 ) -> Workload:
     """Build the parts of the workload that need no data folder; the metric is the loss."""
+    counting = _choose_counting(config, bool(store.get("background_is_labelled", True)))
     return Workload(
         name=config.workload,
         model=model,
@@ -72,7 +73,7 @@ def make_workload(
         prepare=make_prepare(config),
         forward=make_forward(backbone.module),
         loss=make_loss(config),
-        metrics=lambda: make_metrics(config, store),
+        metrics=lambda: SlotMetrics(**counting),
         metric="loss",
         mode="min",
         fragile=FRAGILE,
@@ -91,7 +92,7 @@ def build_model(
         fill_from_settings(
             SlotContrastSize,
             m,
-            feature_dim=get_feature_dim(backbone),
+            feature_dim=backbone.dim,
             num_positions=divide_side(config.data.image_size, patch, PATCHES_TILE) ** 2,
             num_slots=m.slots,
             num_iterations=m.iterations,
@@ -100,13 +101,6 @@ def build_model(
     if config.train.activation_checkpointing:
         model.decoder.recompute = "blocks"
     return model
-
-
-def get_feature_dim(backbone: nn.Module) -> int:
-    """Return the number of channels of the backbone."""
-    dim = backbone.dim
-    assert isinstance(dim, int)
-    return dim
 
 
 def build_backbone(config: SlotContrastConfig) -> FrozenPart:
@@ -182,11 +176,6 @@ def make_loss(config: SlotContrastConfig) -> Loss:
         return total, len(batch["video"])
 
     return loss
-
-
-def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
-    """Return metrics that treat the background as configured."""
-    return SlotMetrics(**_choose_counting(config, bool(store.get("background_is_labelled", True))))
 
 
 def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:
