@@ -56,10 +56,16 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
 """The same for schedules."""
 
 
+def normalise_optimizer(value: object) -> object:
+    return re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
+
+
 class OptimizerConfig(Section):
     """The optimizer. An option that is not set takes the optimizer's own default."""
 
-    name: OptimizerName = Field(default="adamw", description="Optimizer")
+    name: Annotated[OptimizerName, BeforeValidator(normalise_optimizer)] = Field(
+        default="adamw", description="Optimizer"
+    )
     lr: Positive = Field(default=1e-3, description="Peak learning rate of the schedule")
     lr_per: OffCount = Field(
         default=0,
@@ -78,11 +84,6 @@ class OptimizerConfig(Section):
     moment_bits: Literal[32, 8] = Field(
         default=32, description="Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values"
     )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def normalise_optimizer(cls, value: object) -> object:
-        return re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
 
     def compute_peak_lr(self, samples_per_step: int) -> float:
         """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
@@ -309,14 +310,24 @@ class EmaConfig(Section):
     )
 
 
+def canonicalise_precision(value: object) -> str:
+    try:
+        return normalise_precision(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+PrecisionName = Annotated[str, BeforeValidator(canonicalise_precision)]
+
+
 class PrecisionConfig(Section):
     """How weights are stored and what matmuls and convolutions compute in."""
 
-    default: str = Field(
+    default: PrecisionName = Field(
         default="auto",
         description="auto, fp32 (strict, no TF32), tf32, bf16, fp16, fp8 or bf16-true; other tools' names work",
     )
-    modules: dict[str, str] = Field(
+    modules: dict[str, PrecisionName] = Field(
         default_factory=dict, description='Precision of modules by name pattern: {"vae.*": fp32}'
     )
     strict: bool = Field(
@@ -333,25 +344,6 @@ class PrecisionConfig(Section):
     force: bool = Field(
         default=False, description="Run fp8 in every layer that supports it, even where bf16 is measured to be faster"
     )
-
-    @field_validator("default", mode="before")
-    @classmethod
-    def normalise_default(cls, value: object) -> str:
-        return canonicalise_precision(value)
-
-    @field_validator("modules", mode="before")
-    @classmethod
-    def normalise_modules(cls, value: object) -> object:
-        return (
-            {name: canonicalise_precision(wish) for name, wish in value.items()} if isinstance(value, dict) else value
-        )
-
-
-def canonicalise_precision(value: object) -> str:
-    try:
-        return normalise_precision(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
 
 
 class DataConfig(Section):

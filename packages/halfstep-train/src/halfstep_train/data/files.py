@@ -83,12 +83,12 @@ class BadFiles:
             )
 
 
-def require_folder(folder: str | Path | None) -> Path:
-    """Return a data folder, such as `data.dir`, that must be given and exist."""
+def require_folder(folder: str | Path | None, *, or_file: bool = False) -> Path:
+    """Return a data folder, or with `or_file` a file, such as `data.dir`, that must be given and exist."""
     if folder is None:
         raise DataError("no data folder", why="data.dir is not set", fix="--data-dir DIR")
     root = Path(folder)
-    if not root.is_dir():
+    if not root.is_dir() and not (or_file and root.is_file()):
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"

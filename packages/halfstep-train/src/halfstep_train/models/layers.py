@@ -142,11 +142,6 @@ def has_bias(linear: nn.Linear) -> bool:
     return linear.bias is not None
 
 
-def is_exact(gelu: nn.GELU) -> bool:
-    """True if GELU uses the error function instead of tanh."""
-    return gelu.approximate == "none"
-
-
 LEVELS_HALVE = "every level but the last halves it"
 """Why the side of an image must be a multiple of a power of two."""
 

@@ -29,7 +29,6 @@ from halfstep_train.models.layers import (
     divide_side,
     has_bias,
     has_gain_and_bias,
-    is_exact,
 )
 
 
@@ -200,7 +199,7 @@ def is_whole(block: EncoderBlock) -> bool:
 CHAINED: Checks = {
     nn.LayerNorm: has_gain_and_bias,
     nn.Linear: has_bias,
-    nn.GELU: is_exact,
+    nn.GELU: lambda part: part.approximate == "none",
     SelfAttention: lambda part: type(part.out_proj) is nn.Linear,
     EncoderBlock: is_whole,
     **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), accept_any),

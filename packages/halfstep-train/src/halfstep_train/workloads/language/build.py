@@ -60,14 +60,7 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
 
 
 def make_workload(
-    config: LanguageConfig,
-    store: Mapping[str, Any],
-    model: GPT2,
-    *,
-    train: Samples,
-    val: Samples,
-    about: tuple[tuple[str, str], ...] = (),
-    notes: tuple[str, ...] = (),
+    config: LanguageConfig, store: Store, model: GPT2, *, train: Samples, val: Samples, **about: Any
 ) -> Workload:
     """Build the workload from its model and samples."""
     lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
@@ -84,9 +77,8 @@ def make_workload(
         scoring="every token of the validation split once, in windows of model.context",
         fragile=FRAGILE,
         store=store,
-        about=about,
-        notes=notes,
         sample=_make_sampler(store),
+        **about,
     )
 
 

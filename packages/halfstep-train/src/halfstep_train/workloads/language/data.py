@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import DataError, format_count
-from halfstep_train.data.files import BadFiles, list_some
+from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.workloads.language.config import LanguageConfig
 from halfstep_train.workloads.language.text_files import TextFiles, find_texts, read_text
 from halfstep_train.workloads.language.tokenizers import (
@@ -51,13 +51,7 @@ class LanguageData:
 
 def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
     """Open the texts or ids at `data.dir`; the `store` of an earlier run contains its tokenizer."""
-    if config.data.dir is None:
-        raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
-    root = Path(config.data.dir)
-    if not root.exists():
-        raise DataError(
-            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
-        )
+    root = require_folder(config.data.dir, or_file=True)
     known = load_stored_tokenizer(store)
     if (files := find_token_files(root)) is not None:
         return _open_ids(config, root, files, known, store)

@@ -148,6 +148,5 @@ def _check_texts(files: list[Path], bad_files: BadFiles) -> list[Path]:
         read_text(path)
 
     good = [path for path, _ in bad_files.try_each(check, files)]
-    if files and not good:
-        raise DataError(f"no usable text: all {len(files)} files were left out", why=bad_files.skipped[0].what)
+    bad_files.refuse_empty_split("a split", len(files), len(good))
     return good
