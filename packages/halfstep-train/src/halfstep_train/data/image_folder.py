@@ -114,7 +114,12 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     if val_folders:
         val = read_labels(val_folders[0], root, layout.label_column, usual=layout.label_columns)
         val = val or _list_classes(val_folders)
-        _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
+        if extra := sorted(set(val) - set(classes)):
+            raise DataError(
+                f"only in {list_some(val_folders)}: {list_some(extra, 10)}",
+                why="the model never sees these classes in training",
+                fix="add them to the training folder, or remove them",
+            )
     else:
         train, val = _split_classes(train, layout)
     return ImageFolder(
@@ -207,15 +212,6 @@ def _split_classes(
             fix="add images, or train without validation: data.val_fraction=0",
         )
     return train, val
-
-
-def _refuse_unknown(extra: Sequence[str], folders: Sequence[Path]) -> None:
-    if extra:
-        raise DataError(
-            f"only in {list_some(folders)}: {list_some(extra, 10)}",
-            why="the model never sees these classes in training",
-            fix="add them to the training folder, or remove them",
-        )
 
 
 def _make_listing(found: Mapping[str, list[Path]], classes: Sequence[str]) -> Listing:

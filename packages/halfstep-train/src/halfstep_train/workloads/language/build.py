@@ -20,7 +20,6 @@ from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Sample, Workload
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import (
-    LanguageData,
     is_weights_tokenizer,
     load_stored_tokenizer,
     open_language_data,
@@ -42,7 +41,12 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
     data = open_language_data(config, store)
     is_new = store is None
     if store is None:
-        _check_vocab(config, data)
+        if config.model.vocab not in (0, data.vocab):
+            raise ModelError(
+                f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
+                why="the embedding has one row per token",
+                fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
+            )
         stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
         store = {"vocab": data.vocab, "tokenizer": stored}
     if is_new:
@@ -144,15 +148,6 @@ def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None
     lengths = torch.zeros(vocab, dtype=torch.int64)
     lengths[: len(known)] = torch.from_numpy(known)
     return lengths
-
-
-def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
-    if config.model.vocab and config.model.vocab != data.vocab:
-        raise ModelError(
-            f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
-            why="the embedding has one row per token",
-            fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
-        )
 
 
 def check_length(train: Tokens, context: int) -> None:

@@ -70,7 +70,12 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     scaling, scale_notes = _describe_scale(store["raw_scale"], scan)
     about |= scaling
     table, image = read_table(store), read_image_format(store)
-    _check_class_weights(config, num_classes=store["num_classes"])
+    given, needed = len(config.model.class_weights), max(2, store["num_classes"])
+    if given not in (0, needed):
+        raise ConfigError(
+            f"{given} class weights for {needed} classes",
+            fix="give model.class_weights one number per class, background first",
+        )
     background = find_background(config, table)
     model = build_model(config, store)
     if is_new and config.model.weights:  # a resumed run loads its checkpoint later
@@ -239,15 +244,6 @@ def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) ->
     shown = list_some(table.values, SHOWN_VALUES)
     hint = "if JPEG or resizing has blurred the edges, save the masks again as PNG with exact values"
     return [f"the masks hold {found} different values, each treated as a class: {shown}; {hint}"]
-
-
-def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
-    given, needed = len(config.model.class_weights), max(2, num_classes)
-    if given not in (0, needed):
-        raise ConfigError(
-            f"{given} class weights for {needed} classes",
-            fix="give model.class_weights one number per class, background first",
-        )
 
 
 def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
