@@ -93,11 +93,16 @@ class References:
         return self(found, there, at, (*chain, named))
 
 
+LARGEST = 1e15
+
+
 def multiply(arguments: str, at: str) -> int | float:
-    """Compute `${mul: a, b}`, the one function in public configs."""
+    """Compute `${mul: a, b}`, the one function in public configs; the size of the result is bounded."""
     factors = [parse_scalar(part.strip()) for part in arguments.split(",")]
     for factor in factors:
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise ConfigError(f"{at} multiplies {factor!r}, which is not a number", fix="write the value itself")
     product: int | float = math.prod(factors)  # type: ignore[arg-type]
+    if not abs(product) <= LARGEST:  # NaN fails the comparison
+        raise ConfigError(f"{at} is larger than {LARGEST:g}", fix="write the value itself")
     return product
