@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island, to_fp32
-from halfstep_train.models.weights import load_weights_
 
 WIDEST = 8
 """Largest number of channels, as a multiple of the first layer's."""
@@ -95,8 +94,14 @@ class VggDistance(nn.Module):
 
     def load_(self, weights: Mapping[str, Tensor], source: str) -> None:
         """Load the feature layers of torchvision's vgg16."""
-        features = {name: value for name, value in weights.items() if name.startswith("features.")}
-        load_weights_(self, features, source=source)
+        own = self.state_dict()
+        found = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
+        if lacking := sorted(set(own) - set(found)):
+            raise ModelError(
+                f"{source} holds no VGG16 weights: {lacking[0]} is missing or has another shape",
+                fix="torchvision's vgg16 weights (features.0.weight ...): model.vgg_weights=FILE",
+            )
+        self.load_state_dict(found)
 
 
 def _compute_unit_distance(one: Tensor, other: Tensor) -> Tensor:
