@@ -31,10 +31,10 @@ def test_classes_are_the_sorted_folder_names_of_train_and_val(tmp_path: Path) ->
 def test_folder_names_can_be_given(tmp_path: Path) -> None:
     write_classes(tmp_path / "big", {"a": 2, "b": 2})
     write_classes(tmp_path / "small", {"a": 1, "b": 1})
-    found = find_images(tmp_path, FolderLayout(train="big", val="small"))
+    found = find_images(tmp_path, FolderLayout(folders=("big", "small")))
     assert (len(found.train), len(found.val)) == (4, 2)
     with pytest.raises(DataError, match="no folder huge"):
-        find_images(tmp_path, FolderLayout(train="huge"))
+        find_images(tmp_path, FolderLayout(folders=("huge",)))
 
 
 def test_one_folder_is_divided_class_by_class_the_same_each_time(tmp_path: Path) -> None:
@@ -136,4 +136,4 @@ def test_classes_that_are_called_as_masks_are_still_possible(tmp_path: Path) -> 
     with pytest.raises(DataError, match="images and masks") as refused:
         find_images(tmp_path / "same", FolderLayout())
     assert "data.folders=[.]" in refused.value.fix
-    assert find_images(tmp_path / "same", FolderLayout(train=".")).classes == ("image", "mask")
+    assert find_images(tmp_path / "same", FolderLayout(folders=(".",))).classes == ("image", "mask")

@@ -274,7 +274,7 @@ def test_bad_pairs_are_left_out_and_counted_on_request(tmp_path: Path) -> None:
     assert scan_pairs([good, mismatch, cut, nan], bad_files=bad_files).pairs == (good,)
     for error, name in zip(bad_files.skipped, ("mismatch.png", "cut.png", "nan.npy"), strict=True):
         assert name in error.what
-    with pytest.raises(DataError, match="no usable pair"):
+    with pytest.raises(DataError, match="no usable file is left for training"):
         scan_pairs([mismatch], bad_files=BadFiles("skip"))
 
 

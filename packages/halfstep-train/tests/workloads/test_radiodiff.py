@@ -239,7 +239,7 @@ def test_a_first_stage_that_is_not_there_is_named_with_the_way_to_one(data: Path
 def test_levels_and_sizes_that_do_not_fit_are_refused(data: Path, vae: Path) -> None:
     with pytest.raises(ConfigError, match="windows has 2 entries"):
         settings("radiodiff", data, DIFFUSION, model__windows=[[2, 2], [1, 1]])
-    with pytest.raises(ConfigError, match="data.image_size=17 cannot be halved"):
+    with pytest.raises(ConfigError, match="17 pixels: the side must be a multiple of"):
         build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae), data__image_size=17).config)
 
 

@@ -97,7 +97,7 @@ def test_the_guide_shows_cities_with_their_gains_and_takes_sides_that_can_be_hal
 
 
 def test_sizes_that_cannot_be_halved_and_faulty_trees_are_refused_before_the_first_step(data: Path) -> None:
-    with pytest.raises(ConfigError, match="data.image_size=15 cannot be halved") as refused:
+    with pytest.raises(ConfigError, match="15 pixels: the side must be a multiple of 2") as refused:
         build(settings("radiodiff_vae", data, VAE, data__image_size=15).config)
     assert refused.value.fix == "data.image_size=16"
     with pytest.raises(DataError, match="no map 9999"):

@@ -40,10 +40,10 @@ KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Lab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderLayout:
-    """Folder names and split settings; an empty name means any of the common ones."""
+    """Folder names and split settings; without names, the common ones count."""
 
-    train: str = ""
-    val: str = ""
+    folders: tuple[str, ...] = ()
+    """The training folder, then the validation folder."""
     val_fraction: float = 0.1
     """Share of each class held out if there is no validation folder; 0 holds out nothing."""
     seed: int = 0
@@ -98,7 +98,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     train_folders, val_folders = find_split_folders(root, layout)
     labelled = read_labels(train_folders[0], root, layout.label_column, usual=layout.label_columns)
     # A folder that the user named explicitly is not questioned.
-    if labelled is None and not layout.train:
+    if labelled is None and not layout.folders:
         _refuse_masks(root)
     train = labelled or _list_classes(train_folders)
     # The order of a table's labels is that of numbers, since they may be numbers.
@@ -114,7 +114,12 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     if val_folders:
         val = read_labels(val_folders[0], root, layout.label_column, usual=layout.label_columns)
         val = val or _list_classes(val_folders)
-        _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
+        if extra := sorted(set(val) - set(classes)):
+            raise DataError(
+                f"only in {list_some(val_folders)}: {list_some(extra, 10)}",
+                why="the model never sees these classes in training",
+                fix="add them to the training folder, or remove them",
+            )
     else:
         train, val = _split_classes(train, layout)
     return ImageFolder(
@@ -154,12 +159,10 @@ def _refuse_masks(root: Path) -> None:
 
 def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
     """Return the training and validation folders; the whole folder and none if it is not split."""
-    if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
+    if not layout.folders and (parts := sorted(root.glob(KAGGLE_TRAIN))):
         return parts, sorted(root.glob(KAGGLE_VALIDATION))
-    train, val = (
-        _find_named(root, named, usual)
-        for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
-    )
+    train_name, val_name, *_ = (*layout.folders, "", "")
+    train, val = _find_named(root, train_name, TRAIN_NAMES), _find_named(root, val_name, VALIDATION_NAMES)
     if train is None and val is not None:
         raise DataError(f"{root} has {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
     return [train or root], [val] if val else []
@@ -211,15 +214,6 @@ def _split_classes(
     return train, val
 
 
-def _refuse_unknown(extra: Sequence[str], folders: Sequence[Path]) -> None:
-    if extra:
-        raise DataError(
-            f"only in {list_some(folders)}: {list_some(extra, 10)}",
-            why="the model never sees these classes in training",
-            fix="add them to the training folder, or remove them",
-        )
-
-
 def _make_listing(found: Mapping[str, list[Path]], classes: Sequence[str]) -> Listing:
     numbers = {name: number for number, name in enumerate(classes)}
     rows = [(path, numbers[name]) for name in sorted(found) for path in found[name]]
@@ -254,7 +248,7 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     bad = {*paths} - {path for path, _ in good}
     kept = dataclasses.replace(folder, train=folder.train.drop(bad), val=folder.val.drop(bad))
     refuse_lost_classes(folder.classes, kept.train.labels, why=bad_files.skipped[0].what)
-    bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
+    bad_files.refuse_empty_split("validation", len(folder.val), len(kept.val))
     return kept
 
 

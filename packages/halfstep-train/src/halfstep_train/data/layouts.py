@@ -44,7 +44,7 @@ class NamePattern:
     def base(self) -> str:
         """Return the folder up to the first component that varies."""
         parts = self.text.split("/")[:-1]
-        fixed = next((k for k, part in enumerate(parts) if _is_variable(part)), len(parts))
+        fixed = next((k for k, part in enumerate(parts) if ID in part or "*" in part), len(parts))
         return "/".join(parts[:fixed]) or "."
 
     def find(self, root: Path) -> dict[str, list[Path]]:
@@ -80,10 +80,6 @@ def _make_expression(stem: str) -> re.Pattern[str]:
     for part in re.split(r"(\*\*/|\{id\}|\*)", stem):
         text += "(?P=id)" if part == ID and "(?P<id>" in text else parts.get(part, re.escape(part))
     return re.compile(text)
-
-
-def _is_variable(part: str) -> bool:
-    return ID in part or "*" in part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -191,7 +191,6 @@ RELEASED_VIT: NameTable = (
 TIMM_VIT: NameTable = (
     (r"cls_token$", "class_token"),
     (r"pos_embed$", "encoder.pos_embedding"),
-    (r"(?:reg_token|register_tokens)$", "encoder.register_tokens"),
     (r"patch_embed\.proj\.", "conv_proj."),
     (r"blocks\.(\d+)\.norm([12])\.", rf"{_LAYER}.ln_\2."),
     (r"blocks\.(\d+)\.attn\.qkv\.", rf"{_LAYER}.self_attention.in_proj_"),

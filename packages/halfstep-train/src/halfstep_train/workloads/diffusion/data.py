@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError, format_count
+from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data import noise
 from halfstep_train.data.files import (
     IMAGE_ENDINGS,
@@ -62,9 +63,7 @@ def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = 
     """Find the images of the data folder and check every file."""
     bad_files = BadFiles(config.on_bad_file)
     root = require_folder(config.dir)
-    train, val, *_ = (*config.folders, "", "")
-    label_column = config.label_column if isinstance(config, DiffusionDataConfig) else ""
-    layout = FolderLayout(train=train, val=val, val_fraction=config.val_fraction, label_column=label_column)
+    layout = fill_from_settings(FolderLayout, config)
     texts: dict[Path, str] = {}
     notes: tuple[str, ...] = ()
     if conditioning == "none":

@@ -192,18 +192,6 @@ def choose_weight_files(folder: Path) -> dict[str, Any]:
     return ({"variant": variant} if variant else {}) | ({"use_safetensors": False} if is_pickled else {})
 
 
-def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> None:
-    """Refuse images that cannot be halved once per level but the last."""
-    step = 2**num_halvings
-    if side % step or side < step:
-        near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
-        raise ConfigError(
-            f"images of {side} pixels cannot be halved {format_count(num_halvings, 'time')}",
-            why=f"{halved_by} once per level but the last, so their side must be a multiple of {step}",
-            fix=f"{setting}={' or '.join(map(str, near))}, or fewer model.channels",
-        )
-
-
 def count_halvings(net_config: Mapping[str, Any]) -> int:
     """Return how often a network halves its input: once per level but the last."""
     return len(net_config["block_out_channels"]) - 1

@@ -315,7 +315,8 @@ def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
         required["pred_dims"] = ([0, dim],)
     for key, allowed in required.items():
         read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with other values would train a different model")
-    read.note(at, "name", "video_inputs", "patch_inputs", "keep_input_dim")
+    for key in ("name", "video_inputs", "patch_inputs", "keep_input_dim"):
+        read(f"{at}.{key}")  # they follow from other keys
 
 
 # --- data ---
