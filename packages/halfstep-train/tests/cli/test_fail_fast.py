@@ -45,7 +45,7 @@ CASES = {
     "evaluate run --out used": "--out used exists already",
     "predict nowhere": "there is no run folder nowhere",
     "predict run --out used": "--out used exists already",
-    "report nowhere": "nowhere is not a folder",
+    "report nowhere": "nowhere is not a run",
     "top nowhere": "nowhere is not a run",
     "replay nowhere": "there is no capsule nowhere",
     "replay run": "the run run has no capsules",

@@ -42,7 +42,7 @@ from halfstep_train.run.folder import (
 )
 from halfstep_train.run.frozen_modules import add_checksums, copy_made_here, write_made_here
 from halfstep_train.run.interrupts import catch_interrupts, raise_at_once
-from halfstep_train.run.journal import open_journal
+from halfstep_train.run.journal import Journal
 from halfstep_train.run.launch import Launch, choose_device, join_world
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
@@ -206,7 +206,7 @@ class Run:
             if is_new:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        journal = open_journal(parts, report)
+        journal = Journal(report, parts)
         if config.guard.capsules and parts.sharded is None:
             # Before the first step, so that a fault in it is recorded too.
             record_faults(parts, folder, journal.notice, config.guard, RunSource.of(config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from halfstep.errors import format_bytes, format_count
@@ -16,6 +16,7 @@ from halfstep.evidence.proofs import (
     is_same_rate,
 )
 from halfstep.step.step import GuardedStep, LossFn
+from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.page.read_run import RunRecord, read_run
 from halfstep_train.run.assemble import Assembly
@@ -38,12 +39,10 @@ NAN, CLIP, RATE, AMP = (
 Proof = Callable[[GuardedStep, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
-def verify(
-    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
-) -> list[ProofLine]:
+def verify(source: str, loaded: Loaded, *, trust: bool = False) -> list[ProofLine]:
     """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
     record = read_run(Path(source)) if is_run(source) else None
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (config, parts, engine, window):
+    with assemble_step(source, loaded, trust=trust) as (config, parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
             _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
