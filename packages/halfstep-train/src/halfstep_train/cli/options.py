@@ -63,10 +63,8 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
         if path is None:
             continue
         if path.exists() and not (force and path.is_file()):
-            fix = "choose another name" + (
-                ", or add --force to overwrite it" if force is False and path.is_file() else ""
-            )
-            raise ConfigError(f"{option} {path} exists already", fix=fix)
+            forcing = ", or add --force to overwrite it" if force is False else ""
+            raise ConfigError(f"{option} {path} exists already", fix=f"choose another name{forcing}")
         try:  # permissions alone do not show read-only mounts and full disks
             tempfile.TemporaryFile(dir=path.parent).close()
         except OSError as error:

@@ -56,6 +56,8 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 
         page = render_runs(records, [predict_memory_for_page(path) for path in runs])
     file = out or runs[0] / "report" / "report.html"
+    if out is None:
+        file.parent.mkdir(exist_ok=True)
     try:
         write_atomically(file, page, follows_links=out is not None)
     # Its advice is about checkpoints; here another path is enough.

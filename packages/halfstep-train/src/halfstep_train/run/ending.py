@@ -87,7 +87,9 @@ def explain_ending(
     if isinstance(error, KeyboardInterrupt):
         return _explain_second_interrupt(loop, folder, is_new=is_new)
     if is_new and has_left_nothing(loop):
-        return _remove_run(error, folder)
+        shutil.rmtree(folder.path, ignore_errors=True)
+        gone = f"nothing was trained yet: {folder.path} was removed"
+        return _extend_error(error, why=gone, fix="then give the same command again")
     if isinstance(error, DataError):
         return _save_after_bad_file(error, loop, folder)
     if isinstance(error, TrainingStopped) and not isinstance(error, CallbackFailed):
@@ -135,13 +137,6 @@ def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) ->
         return Interrupted(what)
     shutil.rmtree(folder.path, ignore_errors=True)
     return Interrupted(what, why=f"there was no checkpoint yet: {folder.path} was removed")
-
-
-def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
-    shutil.rmtree(folder.path, ignore_errors=True)
-    return _extend_error(
-        error, why=f"nothing was trained yet: {folder.path} was removed", fix="then give the same command again"
-    )
 
 
 def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
@@ -248,12 +243,8 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
             else:
                 parts.export(weights, hidden, parts.device)
     except OSError as error:
-        raise _explain_unexported(folder, path, error) from error
-
-
-def _explain_unexported(folder: RunFolder, stored: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write the model into {folder.model}: {error.strerror}",
-        why=f"the run itself is complete; its best weights are in {stored}",
-        fix="free disk space, then resume the run, which only repeats the export",
-    )
+        raise CheckpointError(
+            f"cannot write the model into {folder.model}: {error.strerror}",
+            why=f"the run itself is complete; its best weights are in {path}",
+            fix="free disk space, then resume the run, which only repeats the export",
+        ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -79,17 +79,12 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
     if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
         parts.snapshots.load_state_dict(state["snapshots"])
     notes += restore_generators(state["generators"])
-    _restore_own_generators(parts, state.get("rank_generators", ()))
-    return [*notes, *_use_threads(parts, int(state["threads"]))]
-
-
-def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Restore this rank's generators; another number of ranks starts with new ones."""
-    world = parts.world
+    kept, world = state.get("rank_generators", ()), parts.world
     if world is not None and len(kept) == world.size:
         restore_generators(kept[world.rank])
-    elif world is not None:
+    elif world is not None:  # another number of ranks starts with new ones
         seed_rank(parts.train.seed, parts.step.attempted, world.rank)
+    return [*notes, *_use_threads(parts, int(state["threads"]))]
 
 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:

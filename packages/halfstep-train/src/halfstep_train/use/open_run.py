@@ -98,7 +98,12 @@ def choose_plan(
 ) -> Plan:
     """Return the stored plan, or a new one for another device or precision, or if the run's device is missing."""
     stored = run.folder.read_plan()
-    hardware = probe(device or _find_device(stored.device))
+    try:
+        hardware = probe(device or stored.device)
+    except HardwareError:
+        if device is not None:
+            raise
+        hardware = probe("auto")  # this machine lacks the run's device
     if precision is None and hardware.device == stored.device:
         return stored
     request = run.config.precision
@@ -192,14 +197,6 @@ def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Pat
     raise CheckpointError(
         failures[0].what, why="no other checkpoint could be used", fix="try --checkpoint last, or train the run again"
     )
-
-
-def _find_device(device: str) -> str:
-    """Return the run's device if this machine has it, else `auto`."""
-    try:
-        return probe(device).device
-    except HardwareError:
-        return "auto"
 
 
 def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> TrainedModel:
