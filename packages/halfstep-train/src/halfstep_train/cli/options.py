@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, DataError
 from halfstep_train.cli.completion import complete_precision, complete_run, complete_target, complete_target_or_run
 
 if TYPE_CHECKING:
@@ -80,14 +80,16 @@ def load_arguments(arguments: Sequence[str], flags: Mapping[str, object], *, tru
     return load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
 
 
-def refuse_bad_run(run: Path, out: Path | None) -> None:
-    """Raise for a folder that is not a run, and for an output folder that is used, before torch is imported."""
+def refuse_bad_run(run: Path, out: Path | None, data: Path | None = None) -> None:
+    """Raise for what is not a run, a used output folder and missing data, before torch is imported."""
     from halfstep_train.run.folder import RunFolder as Folder
     from halfstep_train.run.folder import refuse_used_folder
 
     Folder.open(str(run))
     if out is not None:
         refuse_used_folder(out)
+    if data is not None and not data.exists():
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
 
 
 def refuse_unknown_device(name: str | None) -> str | None:

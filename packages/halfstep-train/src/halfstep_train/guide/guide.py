@@ -90,7 +90,10 @@ class Prompt:
             except Interrupted:
                 raise
             except HalfstepError as error:
-                show_refusal(self.console, error)
+                self.console.print(Text(error.what, style="red"))
+                for label, text in (("why", error.why), ("fix", error.fix)):
+                    if text:
+                        self.console.print(Text(f"  {label}: {text}"))
 
     def finish(self) -> None:
         """Do nothing: a person answers only what is asked."""
@@ -176,13 +179,6 @@ def show_question(console: Console, question: Question) -> None:
     hint = question.empty_means or question.default
     if hint:
         console.print(Text(f"  Enter: {hint}", style="dim"))
-
-
-def show_refusal(console: Console, error: HalfstepError) -> None:
-    console.print(Text(error.what, style="red"))
-    for label, text in (("why", error.why), ("fix", error.fix)):
-        if text:
-            console.print(Text(f"  {label}: {text}"))
 
 
 FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}

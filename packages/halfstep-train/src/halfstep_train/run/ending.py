@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from halfstep.disk import open_atomic_folder, parse_json, write_atomically
+from halfstep.disk import open_atomic_folder, write_atomically
 from halfstep.errors import (
     CheckpointError,
     DataError,
@@ -202,16 +202,6 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     }
     folder.report.mkdir(exist_ok=True)  # a resumed run may have been copied without it
     write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of a run; None if it has not ended."""
-    path = folder / "report" / "summary.json"
-    try:
-        found = parse_json(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 # --- RUN/model ---

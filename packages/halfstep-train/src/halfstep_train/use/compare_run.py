@@ -31,8 +31,7 @@ from halfstep.errors import (
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import explain_simulation
 from halfstep_train.config.load import Loaded
-from halfstep_train.report.metrics_file import read
-from halfstep_train.run.ending import read_summary
+from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.train import train
 from halfstep_train.use.equivalence import SEEDS
@@ -149,10 +148,11 @@ def train_row(request: CompareRequest, row: ComparedRow, seed: int, folder: Path
             raise
     if end != "done":
         gc.collect()  # free its model and batches for the next runs
-    summary = (read_summary(folder) or {}) | read_data_digest(folder) if end == "done" else {}
-    validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
-    # The metric's name is in the summary, which only ended runs have.
-    curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
+    summary, curve = dict[str, Any](), list[tuple[int, float, float]]()
+    if end == "done":
+        record = read_run(folder)
+        summary = record.summary | read_data_digest(folder)
+        curve = [(v["step"], v["elapsed_s"], float(v[record.metric])) for v in record.select_kind("val")]
     value = curve[-1][2] if curve else math.nan
     if request.best and curve:
         value = (max if summary["mode"] == "max" else min)(point[2] for point in curve)
