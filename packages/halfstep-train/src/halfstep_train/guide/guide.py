@@ -244,7 +244,9 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
         device=device,
     )  # fmt: skip
     chosen = _ask_choice(asker, console, situation)
-    file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
+    name = f"{workload.replace(':', '-').replace('.', '-')}-{chosen.name}.yaml"
+    asked = dataclasses.replace(FILE, default=str(find_unused_path(Path(name), ".yaml")))
+    file = asker.ask(asked, check_new_file)
     # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
@@ -347,11 +349,6 @@ def check_new_file(answer: str) -> Path:
     if not os.path.isdir(path.parent):
         raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
     return path
-
-
-def _choose_file_name(workload: str, chosen: Suggestion) -> str:
-    name = workload.replace(":", "-").replace(".", "-")
-    return str(find_unused_path(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
 
 
 def _get_grid_path(scratch: Path) -> Path:

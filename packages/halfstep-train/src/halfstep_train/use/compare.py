@@ -217,7 +217,9 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
             comparison.spent_s = before_s + clock.elapsed_s
             _write(folder, comparison)
             remove_all_but_records(job[2])
-            say(f"{_format_outcome(comparison, outcome)} ({_describe_left(comparison, number, clock.elapsed_s)})")
+            ended = f"({outcome.stopped})" if outcome.stopped else f"{outcome.summary['elapsed_s']:.1f} s"
+            left = _describe_left(comparison, number, clock.elapsed_s)
+            say(f"{outcome.row}, seed {outcome.seed}: {comparison.metric} {outcome.value:.4f}, {ended} ({left})")
             if comparison.is_spent:
                 break
         _write(folder, comparison)
@@ -253,11 +255,6 @@ def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) 
     sign = 1 if comparison.mode == "max" else -1
     bar = sign * sum(finals) / len(finals) - comparison.margin
     return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
-
-
-def _format_outcome(comparison: Comparison, run: RunOutcome) -> str:
-    aside = f"({run.stopped})" if run.stopped else f"{run.summary['elapsed_s']:.1f} s"
-    return f"{run.row}, seed {run.seed}: {comparison.metric} {run.value:.4f}, {aside}"
 
 
 def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
