@@ -166,8 +166,6 @@ class RunFolder:
     @classmethod
     def open(cls, path: str) -> RunFolder:
         folder = cls(Path(path))
-        if not folder.path.is_dir():
-            raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` printed")
         if not folder.config.is_file():
             raise CheckpointError(
                 f"{path} is not a run folder: it has no config.yaml",

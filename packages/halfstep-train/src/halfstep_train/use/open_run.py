@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.disk import find_unused_path
-from halfstep.errors import CheckpointError, ConfigError, HardwareError, suggest_nearest
+from halfstep.errors import CheckpointError, HardwareError, suggest_nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.names import normalise_precision
@@ -145,12 +145,7 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """Make an output folder: `out`, new or empty, or `default`, numbered if taken; remove it if left empty."""
     folder = out or find_unused_path(default)
     refuse_used_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create {folder}: {error.strerror}", fix="choose a writable folder with --out"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     finally:

@@ -117,11 +117,11 @@ def predict(
                         failed.append(result)
                         _report_failure(result, report)
                     bar.advance()
-                    if asked_to_stop:
+                    # A signal during the last file needs no action: everything is done.
+                    if asked_to_stop and bar.done < bar.total:
                         break
         except KeyboardInterrupt:
             raise _explain_second_stop(folder, answers) from None
-        # A signal during the last file needs no action: everything is done.
         if asked_to_stop and bar.done < bar.total:
             raise _store_unfinished(folder, call, command, answers, bar.total - bar.done, asked_to_stop)
         if failed:
