@@ -69,8 +69,8 @@ def command(
 
             config, is_made_up = _load_full_size(loaded, arguments, flags)
             modes = (shown,) if mode else MODES
-            plan = _plan_memory(config, flags, shown, modes, gpu=gpu, size=size, ranks=ranks, tell=status.update,
-                                is_made_up=is_made_up)  # fmt: skip
+            where, tell = _choose_device(gpu, size, flags), status.update
+            plan = _plan_memory(config, flags, shown, modes, where, ranks, tell, gpu=gpu, is_made_up=is_made_up)
         return typer.echo(json.dumps(_convert_plan(plan), indent=2)) if as_json else _print_memory(plan)
     for name, value in (("--fit", fit), ("--ranks", ranks), ("--mode", mode)):
         if value is not None:
@@ -156,9 +156,17 @@ class MemoryPlan:
 
 
 def _plan_memory(
-    config: RunConfig, flags: Flags, shown: Mode, modes: Sequence[Mode], *, gpu: str | None, size: int,
-    ranks: int | None, tell: Callable[[str], None], is_made_up: bool,
-) -> MemoryPlan:  # fmt: skip
+    config: RunConfig,
+    flags: Flags,
+    shown: Mode,
+    modes: Sequence[Mode],
+    device: tuple[Hardware | None, int, str],
+    ranks: int | None,
+    tell: Callable[[str], None],
+    *,
+    gpu: str | None,
+    is_made_up: bool,
+) -> MemoryPlan:
     """Predict all rows, and find what fits if a memory size is known; `tell` shows the progress, which takes a minute
     for a large model."""
     from halfstep.own_loop.repeated_blocks import describe_blocks
@@ -175,7 +183,7 @@ def _plan_memory(
     )
     from halfstep_train.run.memory.traceable_step import build_traceable_step
 
-    hardware, memory, where = _choose_device(gpu, size, flags)
+    hardware, memory, where = device
     _refuse_unfit_ranks(ranks, config)
     # Real data are read once, for the shapes of a batch.
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
