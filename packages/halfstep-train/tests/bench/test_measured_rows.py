@@ -215,7 +215,7 @@ def test_a_mode_that_could_not_run_is_no_row_of_that_mode(problem: Problem, monk
 
 
 def test_auto_says_which_mode_it_took(problem: Problem) -> None:
-    request = BenchRequest(precisions=("fp32",), modes=("auto",), schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp32",), modes=("auto",), schedule=SHORT)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert row.remarks[0].startswith("eager: trials are for CUDA")
 
@@ -223,7 +223,7 @@ def test_auto_says_which_mode_it_took(problem: Problem) -> None:
 def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:
     rate = Measurement(op="matmul", format="fp32", tflops=2.0, error=0.0, speedup=1.0)
     hardware = dataclasses.replace(probe("cpu"), measurements=(rate,))
-    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT)
     [row] = bench(problem, request, hardware, flops=4 * 10**9, tell=lambda _: None).rows
     assert row.floor_ms == pytest.approx(2.0)
     assert row.floor_share == pytest.approx(2.0 / row.ms)
@@ -231,7 +231,7 @@ def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> N
 
 def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
     against = ("plain:graphs",)
-    request = BenchRequest(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT)
     ours, peer = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert ours.is_measured
     assert (peer.label, peer.is_measured) == ("plain graphs fp8", False)
@@ -271,7 +271,7 @@ def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:
 
 def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None:
     problem = build_problem(load_bench_config("unet", TINY, {"batch_size": 2, "strict": True}, small=True), CPU)
-    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert not row.is_measured
     assert row.reason.startswith("tf32 asked for, but ")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep_train.use.compare import CompareRequest, Comparison
-from halfstep_train.use.compare_run import ComparedRow, RunOutcome
+from halfstep_train.use.compare import Comparison
+from halfstep_train.use.compare_run import ComparedRow, CompareRequest, RunOutcome
 
 BENCHMARKS = Path(__file__).resolve().parents[4] / "benchmarks"
 SEEDS = range(5)

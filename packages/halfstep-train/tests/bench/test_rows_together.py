@@ -15,7 +15,6 @@ from halfstep_train.bench.bench import (
     check_drift,
     check_losses,
     conclude,
-    find_loss_reference,
 )
 from halfstep_train.bench.measure_row import Row
 from halfstep_train.bench.record import summarise_results
@@ -48,7 +47,7 @@ def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
 
 def test_a_loss_far_from_eager_fp32_is_warned_of_and_a_near_one_is_not() -> None:
     rows = [row("compile", "bf16", 10.0, loss=1.2), row("eager", "fp32", 100.0), row("eager", "bf16", 20.0, loss=1.05)]
-    [warning] = check_losses(rows, find_loss_reference(rows))
+    [warning] = check_losses(rows, rows[1])
     assert warning.startswith("halfstep compile bf16: loss 1.2")
     assert "halfstep eager fp32 has 1" in warning
 
@@ -68,16 +67,9 @@ def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
     assert check_clocks(rows[:1]) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "why", "fix"),
-    [
-        (".", "", "name a file in it"),
-        ("no where/bench.json", "the folder {}/no where does not exist", "create it: mkdir -p '{}/no where'"),
-        ("file/bench.json", "the folder {}/file is a file, not a folder", "choose another name"),
-    ],
-)
-def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str, why: str, fix: str) -> None:
+@pytest.mark.parametrize("name", [".", "no where/bench.json", "file/bench.json"])
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="exists already|cannot be written"):
         refuse_to_overwrite({"--save": tmp_path / name}, force=True)
-    assert (refused.value.why, refused.value.fix) == (why.format(tmp_path), fix.format(tmp_path))
+    assert (tmp_path / "file").read_text() == "mine"

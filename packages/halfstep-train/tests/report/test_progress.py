@@ -11,7 +11,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from halfstep_train.report.progress import Bar, LineBar
+from halfstep_train.report.progress import Bar, write_lines
 
 FIELDS = {"loss": "0.234", "iou": "0.654", "lr": "1.0e-3", "precision": "bf16", "memory": "4.8 GB"}
 
@@ -98,7 +98,7 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
 
 def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> None:
     clock, lines = HandClock(), list[str]()
-    with LineBar("Epoch 1/2 [Train]", 100, write=lines.append, clock=clock) as bar:
+    with write_lines("Epoch 1/2 [Train]", 100, write=lines.append, clock=clock) as bar:
         for _ in range(100):
             clock.now_s += 1.0
             bar.advance({"loss": "0.5"})
@@ -113,7 +113,7 @@ def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> 
 
 def test_a_pass_that_is_summarised_afterwards_adds_a_line_to_a_log_file_only_after_minutes() -> None:
     clock, lines = HandClock(), list[str]()
-    with LineBar("Epoch 1/2", 400, write=lines.append, is_summarised=True, clock=clock) as bar:
+    with write_lines("Epoch 1/2", 400, write=lines.append, is_summarised=True, clock=clock) as bar:
         for _ in range(400):
             clock.now_s += 1.0
             bar.advance({"loss": "0.5"})
@@ -122,7 +122,7 @@ def test_a_pass_that_is_summarised_afterwards_adds_a_line_to_a_log_file_only_aft
 
 def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:
     clock, lines = HandClock(), list[str]()
-    with LineBar("Predicting", 1, write=lines.append, clock=clock) as bar:
+    with write_lines("Predicting", 1, write=lines.append, clock=clock) as bar:
         for tile in range(4):
             bar.show({"tile": f"{tile + 1}/4"})
             clock.now_s += 20.0

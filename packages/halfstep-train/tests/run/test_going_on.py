@@ -60,7 +60,7 @@ def test_other_ends_are_named_too(
     assert stored_lines(folder) == before
 
 
-@pytest.mark.parametrize(("name", "said"), [("nowhere", "there is no run folder"), ("empty", "is not a run folder")])
+@pytest.mark.parametrize(("name", "said"), [("nowhere", "is not a run folder"), ("empty", "is not a run folder")])
 def test_resuming_what_is_no_run_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
 ) -> None:

@@ -32,7 +32,7 @@ from halfstep_train.use.open_run import (
 )
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import PredictCommand, load_part, resolve_options
-from halfstep_train.workloads.base.using import Input, Predictor, PredictRequest, TrainedModel, get_frozen_parts
+from halfstep_train.workloads.base.using import Input, Predictor, PredictRequest, get_frozen_parts
 
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
@@ -106,14 +106,24 @@ def predict(
         if folder and left:
             answers, inputs = _continue(folder, left, inputs, report)
         try:
-            with catch_interrupts(answer=FINISHING) as asked_to_stop:
-                num_left = _answer_all(
-                    predictor, inputs, trained, replace(request, out=folder), report, answers, failed, asked_to_stop
-                )
+            with (
+                catch_interrupts(answer=FINISHING) as asked_to_stop,
+                report.show_phase("Predicting", len(inputs)) as bar,
+            ):
+                for result in predictor.answer_all(inputs, trained, replace(request, out=folder), bar):
+                    if isinstance(result, Answer):
+                        answers.append(result)
+                    else:
+                        failed.append(result)
+                        _report_failure(result, report)
+                    bar.advance()
+                    # A signal during the last file needs no action: everything is done.
+                    if asked_to_stop and bar.done < bar.total:
+                        break
         except KeyboardInterrupt:
             raise _explain_second_stop(folder, answers) from None
-        if num_left:
-            raise _store_unfinished(folder, call, command, answers, num_left, asked_to_stop)
+        if asked_to_stop and bar.done < bar.total:
+            raise _store_unfinished(folder, call, command, answers, bar.total - bar.done, asked_to_stop)
         if failed:
             _refuse_none_usable(answers, failed)
         made = Predictions(
@@ -138,31 +148,6 @@ def _find_command(workload: str) -> PredictCommand:
             fix=f"define one (examples/own_workload.py shows how); supported workloads: {able}",
         )
     return command
-
-
-def _answer_all(
-    predictor: Predictor,
-    inputs: list[Input],
-    trained: TrainedModel,
-    request: PredictRequest,
-    report: RunReport,
-    answers: list[Answer],
-    failed: list[Failure],
-    asked_to_stop: Interrupts,
-) -> int:
-    """Add an answer or a failure for each input; return how many are left if a signal stopped it."""
-    with report.show_phase("Predicting", len(inputs)) as bar:
-        for result in predictor.answer_all(inputs, trained, request, bar):
-            if isinstance(result, Answer):
-                answers.append(result)
-            else:
-                failed.append(result)
-                _report_failure(result, report)
-            bar.advance()
-            # A signal during the last file needs no action: everything is done.
-            if asked_to_stop and bar.done < bar.total:
-                return bar.total - bar.done
-    return 0
 
 
 # --- interrupted calls ---

@@ -243,13 +243,9 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     # --- logs ---
 
-    @property
-    def _keeps_rates_on_device(self) -> bool:
-        return self._hs_steps is not None and getattr(self._hs_steps, "schedule", "exact") == "exact"
-
     def _get_learning_rate(self) -> Any:
         """Return the rate of the newest step. The Trainer asks at every step: a tensor, so that nothing waits."""
-        if not self._keeps_rates_on_device:
+        if self._hs_steps is None or getattr(self._hs_steps, "schedule", "exact") == "read":
             return super()._get_learning_rate()
         rate = self.optimizer.param_groups[0]["lr"]
         return rate.clone() if isinstance(rate, Tensor) else rate
