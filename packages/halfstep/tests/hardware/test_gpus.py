@@ -111,32 +111,12 @@ def test_no_two_rows_share_their_words() -> None:
     assert len({split_words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
 
 
-def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
-    assert look_up_gpu("gtx 1080").find_speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
-    assert look_up_gpu("gtx 1080").get_support("fp16") == "emulated"
-    assert look_up_gpu("p100").find_speedup("fp16") == pytest.approx(2.0)
-    assert look_up_gpu("p100").get_support("fp16") == "native"
-
-
 def test_a_memory_size_in_the_name_is_used_and_others_are_noted() -> None:
     assert look_up_gpu("A100").memory_total_bytes == 40 * 2**30
     assert look_up_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
     assert look_up_gpu("a100-80g").memory_total_bytes == 80 * 2**30
     assert look_up_gpu("v100 32 GB").memory_total_bytes == 32 * 2**30
     assert any("80 GB" in note for note in look_up_gpu("A100").notes)
-
-
-def test_small_turing_chips_have_no_tensor_cores() -> None:
-    for name in ("GTX 1660 Ti", "GTX 1650 Laptop", "T400", "T1000"):
-        assert not look_up_gpu(name).tensor_cores
-    for name in ("RTX 2060", "RTX 2060 Laptop", "T4", "T4G"):
-        assert look_up_gpu(name).tensor_cores
-
-
-def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
-    for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
-        assert look_up_gpu(name).get_support("fp8_e4m3") == "native"
-    assert look_up_gpu("MI300X").get_support("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
 
 
 def test_volta_and_older_name_the_torch_build_they_need() -> None:

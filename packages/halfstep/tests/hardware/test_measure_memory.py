@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halfstep.hardware.memory import CLEAR_REFS, describe_memory, get_peak_memory_bytes, reset_peak
+from halfstep.hardware.nvml import EnergyMeter
 
 CPU = torch.device("cpu")
 
@@ -27,14 +28,15 @@ def test_the_cpu_peak_remembers_memory_that_was_freed_until_it_is_reset() -> Non
     assert before - after > 0.9 * num_bytes
 
 
-def test_the_picture_of_the_cpu_names_total_available_and_peak() -> None:
-    picture = describe_memory(CPU)
-    assert [line.split(":")[0] for line in picture.splitlines()] == [
+def test_the_description_of_the_cpu_names_total_available_and_peak() -> None:
+    description = describe_memory(CPU)
+    assert [line.split(":")[0] for line in description.splitlines()] == [
         "total on this machine",
         "available",
         "peak of this run",
     ]
 
 
-def test_a_device_that_does_not_count_has_no_peak() -> None:
+def test_a_device_that_does_not_count_has_no_peak_and_a_cpu_no_energy_counter() -> None:
+    assert EnergyMeter(CPU).read_joules() is None
     assert get_peak_memory_bytes(torch.device("meta")) is None

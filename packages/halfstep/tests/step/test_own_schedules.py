@@ -117,10 +117,13 @@ def test_a_forgotten_epoch_ended_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "function per step", "ReduceLROnPlateau per validation"])
-def test_epoch_ended_without_a_schedule_per_epoch_is_refused(kind: str) -> None:
+def test_epoch_ended_and_validated_are_refused_without_a_schedule_that_follows_them(kind: str) -> None:
     _, step = make_one(lambda optimizer: kinds_of_schedules(optimizer)[kind])
     with pytest.raises(ConfigError, match=r"per_epoch"):
         step.epoch_ended()
+    if "Plateau" not in kind:
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+            step.validated(0.5)
 
 
 SHORT = {
@@ -245,12 +248,6 @@ def test_a_schedule_that_gives_no_rate_is_refused_with_the_reason(schedule: Any,
     with pytest.raises(ConfigError, match=what) as error:
         stepped(make_one(lambda _: schedule)[1], 4)
     assert fix in error.value.fix
-
-
-def test_validated_without_a_plateau_says_what_follows_a_metric() -> None:
-    _, step = make_one(lambda _: lambda k: 1.0)
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
-        step.validated(0.5)
 
 
 def test_epochs_and_plateaus_survive_a_round_trip() -> None:
@@ -378,9 +375,6 @@ def test_a_run_longer_than_the_table_follows_its_schedule_on() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert stepped(step, 260)[-1] == pytest.approx(1 / 260)
-
-
-# --- the same bits as a scheduler stepped by hand ---
 
 
 def test_an_optimizer_that_finds_its_own_rate_is_stored_without_one() -> None:
