@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from halfstep_train.use.compare import (
     measure_time_to_quality,
     open_comparison,
 )
-from halfstep_train.use.compare_run import ComparedRow, CompareRequest, RunOutcome, train_row
+from halfstep_train.use.compare_run import ComparedRow, CompareRequest, RunOutcome, run_in_parallel, train_row
 from halfstep_train.use.compare_table import (
     build_columns,
     build_lines,
@@ -379,3 +381,20 @@ def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: P
     found = train_row(request_one(row), row, 0, out)
     assert math.isfinite(found.value)
     assert found.summary["metric"] == "accuracy"
+
+
+# --- parallel runs end with their comparison ---
+
+
+def at_once_or_in_minutes(row: ComparedRow, seed: int, place: Path) -> RunOutcome:
+    time.sleep(600 * seed)
+    return RunOutcome(row=row.name, seed=seed, value=0.5, curve=(), summary={}, alone=False)
+
+
+@pytest.mark.slow
+def test_a_comparison_that_stops_waits_for_no_run_under_way_or_to_come(tmp_path: Path) -> None:
+    jobs = [(ComparedRow(name="a", overrides=()), seed, tmp_path) for seed in range(5)]
+    outcomes = run_in_parallel(at_once_or_in_minutes, jobs, 2)
+    assert next(outcomes).seed == 0
+    outcomes.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()

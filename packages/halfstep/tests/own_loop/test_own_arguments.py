@@ -242,11 +242,6 @@ def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:
 # --- arguments ---
 
 
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None, "SAM requires closure"
-
-
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
     "precision None": ({"precision": None}, PrecisionError, "unknown precision None"),
     "precision float64": ({"precision": torch.float64}, PrecisionError, "float64"),
@@ -320,15 +315,6 @@ def test_models_that_cannot_be_trained_yet_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="ModuleList"):
         hs.Step([model], sgd(model), "fp32")  # type: ignore[arg-type]
-
-
-def test_optimizers_that_need_a_closure_are_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="LBFGS"):
-        hs.Step(model, torch.optim.LBFGS(model.parameters()), "fp32")
-    step = hs.Step(model, NeedsClosure(model.parameters(), lr=0.1), "fp32")
-    with pytest.raises(AssertionError, match="SAM requires closure"):
-        step(loss_of(model), [X])
 
 
 def test_a_frozen_half_part_may_be_in_the_optimizer() -> None:

@@ -42,7 +42,12 @@ def load(data: Any, **more: Any) -> DataLoader[Any]:
     return DataLoader(data, **({"batch_size": 4} | more))
 
 
-class NumpyOrder(Sampler[int]):
+class Order(Sampler[int]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class NumpyOrder(Order):
     """As many write it: a generator of NumPy's of its own, drawn from while the pass runs."""
 
     def __init__(self) -> None:
@@ -52,11 +57,8 @@ class NumpyOrder(Sampler[int]):
         for _ in range(NUM_SAMPLES):
             yield int(self.rng.integers(NUM_SAMPLES))
 
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
-
-class CountingOrder(Sampler[int]):
+class CountingOrder(Order):
     """Counts its own epochs and seeds by them."""
 
     def __init__(self) -> None:
@@ -65,9 +67,6 @@ class CountingOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
         yield from torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
 
 class EagerBatches(Sampler[list[int]]):
@@ -204,15 +203,12 @@ def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path)
     assert assert_continues(make, tmp_path / "state", 5, before_pass=set_wrongly).warnings == []
 
 
-class LateOrder(Sampler[int]):
+class LateOrder(Order):
     """Draws from Python's global generator for every index."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(NUM_SAMPLES):
             yield random.randrange(NUM_SAMPLES)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
 
 class GlobalOrder(LateOrder):
@@ -430,7 +426,7 @@ def test_another_loader_is_refused_and_the_state_stays(tmp_path: Path) -> None:
         assert len(train(step, model, loader, 6)) == 4
 
 
-def test_data_that_have_become_fewer_are_an_error(tmp_path: Path) -> None:
+def test_data_that_have_become_fewer_are_an_error() -> None:
     step, model, _ = make_loop(0)
     window = [torch.ones(2, 4)]
     for _ in step.windows(iter([torch.ones(2, 4)] * 5)):

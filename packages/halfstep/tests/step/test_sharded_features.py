@@ -5,7 +5,6 @@ packages/halfstep/tests/step/test_sharded_steps.py trains on several ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_cannot_be_sharded_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+def test_what_cannot_be_sharded_is_refused_with_the_reason(case: str) -> None:
     make_step, what = REFUSED[case]
     with pytest.raises(HalfstepError) as refused:
         make_step()
