@@ -14,7 +14,7 @@ from captured_faults import Loop, assert_same_history, train
 from halfstep.fast import fast_path as fast
 from halfstep.step.randomness import choose_algorithms
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*autocast runs recurrent layers in fp16")]
 CUDA = torch.device("cuda")
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "lstm": lambda: nn.LSTM(4, 16, 2, batch_first=True, bidirectional=True),

@@ -11,7 +11,9 @@ knows it, so the operator runs once on empty tensors of the same shapes while th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +85,17 @@ def _list_settings(states: Sequence[Tensor], layout: Layout) -> list[Any]:
 def _compute(x: Tensor, states: list[Tensor], weights: list[Tensor], layout: Layout) -> list[Tensor]:
     """Return output, last hidden state, last cell state (empty without one), reserve, and the weights as one tensor."""
     first, cell = _split_states(states)
-    return list(torch.ops.aten._cudnn_rnn(x, weights, layout[1], None, first, cell, *_list_settings(states, layout)))
+    settings = _list_settings(states, layout)
+    with ignore_warning():
+        return list(torch.ops.aten._cudnn_rnn(x, weights, layout[1], None, first, cell, *settings))
+
+
+@contextlib.contextmanager
+def ignore_warning() -> Iterator[None]:
+    """Hide torch's advice to call flatten_parameters(), which does not apply: weights are copied into one tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
+        yield
 
 
 def _compute_gradients(

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
 from halfstep.fast.dynamo_gaps import Questions, fill_gaps, is_random
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
-from halfstep.fast.recurrent import use_cudnn_operator
+from halfstep.fast.recurrent import ignore_warning, use_cudnn_operator
 from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
@@ -344,7 +344,7 @@ class TraceCallback:
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
             ignored: getattr(config, ignored) | find_library_logs(),
         }
-        with config.patch(settings), self._plan.backend(), fill_gaps(self.questions):
+        with config.patch(settings), self._plan.backend(), fill_gaps(self.questions), ignore_warning():
             return self._torchdynamo_orig_backend(frame, *arguments)
 
 
