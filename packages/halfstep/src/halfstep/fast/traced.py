@@ -45,7 +45,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
-from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
+from halfstep.fast.windows import (
+    Call,
+    Code,
+    Compiler,
+    Entry,
+    NotTraced,
+    NotTracedWhole,
+    Outdated,
+    Promise,
+    list_tensors,
+    refer_to,
+)
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
@@ -127,7 +138,7 @@ class TracedLoss:
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
         except TorchDynamoException as error:
-            raise NotTraced(explain(error)) from None
+            raise NotTracedWhole(explain(error)) from None
         call: Call | None = self._last
         if call is None:
             raise NotTraced("loss_fn runs no operation of torch")
@@ -263,7 +274,7 @@ class TracedLoss:
         if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
             raise Outdated
         if entry.why_not:
-            raise NotTraced(entry.why_not)
+            raise NotTracedWhole(entry.why_not)
         if not entry.was_called and any(
             isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
         ):  # a guard compares whether an input requires a gradient
