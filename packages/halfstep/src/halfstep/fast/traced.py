@@ -50,7 +50,18 @@ from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
 from halfstep.fast.dynamo_gaps import Questions, fill_gaps, is_random
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
 from halfstep.fast.recurrent import ignore_warning, use_cudnn_operator
-from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
+from halfstep.fast.windows import (
+    Call,
+    Code,
+    Compiler,
+    Entry,
+    NotTraced,
+    NotTracedWhole,
+    Outdated,
+    Promise,
+    list_tensors,
+    refer_to,
+)
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
@@ -132,7 +143,7 @@ class TracedLoss:
                         self._look_up_once(loss_fn, batch)
         except TorchDynamoException as error:
             if not self.take_eager_path():
-                raise NotTraced(explain(error)) from None
+                raise NotTracedWhole(explain(error)) from None
             return self(loss_fn, batch, before_new, only_looks=only_looks)
         call: Call | None = self._last
         if call is None:
@@ -288,7 +299,7 @@ class TracedLoss:
         if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
             raise Outdated
         if entry.why_not:
-            raise NotTraced(entry.why_not)
+            raise NotTracedWhole(entry.why_not)
         if not entry.was_called and any(
             isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
         ):  # a guard compares whether an input requires a gradient

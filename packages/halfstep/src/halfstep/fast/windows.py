@@ -29,6 +29,10 @@ class NotTraced(Exception):
     """The loss function cannot be captured; the message says why in one line."""
 
 
+class NotTracedWhole(NotTraced):
+    """The loss function cannot be captured, but parts of it may be compiled."""
+
+
 class Outdated(Exception):
     """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
     guard that for parameters."""

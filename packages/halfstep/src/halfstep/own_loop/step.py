@@ -479,8 +479,8 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return how steps run now: "eager", "graph" or "compile+graph", with ", commit eager" if graphs hold forward
-        and backward only."""
+        """Return how steps run now: "eager", "graph", "compile+graph", or "compile" with graph breaks. ", commit eager"
+        follows if graphs hold forward and backward only."""
         return self._fast.mode
 
     @property
