@@ -77,7 +77,8 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
         for translator in TRANSLATORS:
             table = list(translator.dispatch_table)
             for name, wrap in around.items():
-                table[dis.opmap[name]] = wrap(table[dis.opmap[name]])
+                handler: Any = table[dis.opmap[name]]
+                table[dis.opmap[name]] = wrap(handler)
             stack.enter_context(mock.patch.object(translator, "dispatch_table", table))
         method = require_grad(TensorVariable.method_requires_grad_)
         stack.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
@@ -124,7 +125,7 @@ def find_truth(node: Node) -> bool | None:
         ends = [find_ends(one) for one in node.args]
         if all(ends):
             # Monotonous in the random number: if both ends of [0, 1) agree, so does what is between them.
-            found = {node.target(low, high) for low in ends[0] for high in ends[1]}  # type: ignore[operator]
+            found = {node.target(low, high) for low in ends[0] for high in ends[1]}
             return found.pop() if len(found) == 1 else None
     with _disable_current_modes():  # real tensors, not the fake ones of the trace
         value = compute_constant(node)
