@@ -4,8 +4,8 @@
 
 - *Libraries that ask whether they are compiled* take another path then: transformers leaves out an attention mask that
   masks nothing, but only in eager code, and another kernel draws other dropout numbers. If code cannot be traced, or
-  does not equal the eager step, it is traced once more, and code outside of torch is told that it is not compiled.
-  Not at first: the eager path may be a loop over time, where compiled code calls one operation.
+  does not equal the eager step, it is traced once more, and code outside of torch and halfstep is told that it is not
+  compiled. Not at first: the eager path may be a loop over time, where compiled code calls one operation.
 - *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
   number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
 - `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing needs it. No weight
@@ -33,8 +33,11 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from halfstep.our_code import OURS
+
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
-TORCH = str(Path(torch.__file__).parent) + "/"
+KNOWING = (f"{Path(torch.__file__).parent}/", *OURS)
+"""Folders of code that takes the right path for Dynamo: torch and halfstep."""
 QUESTIONS: tuple[Any, ...] = (
     torch.compiler.is_compiling,
     torch.compiler.is_exporting,
@@ -77,7 +80,8 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
         for translator in TRANSLATORS:
             table: list[Any] = list(translator.dispatch_table)
             for name, wrap in around.items():
-                table[dis.opmap[name]] = wrap(table[dis.opmap[name]])
+                handler: Any = table[dis.opmap[name]]
+                table[dis.opmap[name]] = wrap(handler)
             stack.enter_context(mock.patch.object(translator, "dispatch_table", table))
         method = require_grad(TensorVariable.method_requires_grad_)
         stack.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
@@ -91,7 +95,7 @@ def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any
     """Return a handler that says no to code outside of torch."""
 
     def answer(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
-        is_library = not tx.f_code.co_filename.startswith(TORCH)
+        is_library = not tx.f_code.co_filename.startswith(KNOWING)
         questions.was_asked |= is_library
         if is_library and questions.are_denied:
             return ConstantVariable.create(False)

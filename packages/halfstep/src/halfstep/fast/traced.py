@@ -158,6 +158,7 @@ class TracedLoss:
         self._callback.questions.are_denied = True
         reset_code(self._function.__code__)
         self.entries.clear()
+        self._streaks.clear()
         return True
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -458,10 +459,9 @@ def list_draws(module: GraphModule) -> list[Node]:
 def find_host_draws(module: GraphModule, device: torch.device) -> list[Callable[[], Any]]:
     """Return what draws from the CPU's generator for a model on another device, as LayerDrop does. Traced code whose
     values depend on it is not captured (`find_obstacle`); the generator must advance in any case."""
-    draws = [node for node in list_draws(module) if node.meta["example_value"].device.type != device.type]
-    if any(node.all_input_nodes for node in draws):
-        raise NotTraced("loss_fn draws random numbers on the CPU")
-    return [functools.partial(node.target, *node.args, **node.kwargs) for node in draws]  # type: ignore[arg-type]
+    draws: list[Any] = [n for n in list_draws(module) if n.meta["example_value"].device.type != device.type]
+    # Those of tensors, such as torch.rand_like, are left out: the comparison with the eager step shows them.
+    return [functools.partial(one.target, *one.args, **one.kwargs) for one in draws if not one.all_input_nodes]
 
 
 def settle_outputs(module: GraphModule, entry: Entry, device: torch.device) -> GraphModule:
@@ -487,7 +487,8 @@ def settle_outputs(module: GraphModule, entry: Entry, device: torch.device) -> G
 def find_returned(module: GraphModule) -> dict[int, int]:
     """Return which outputs are inputs that the code writes into by `out=`, as spectral norm does with its buffers."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    written = [one.kwargs.get("out") if isinstance(one, Node) else None for one in module.graph.output_node().args[0]]
+    outputs: Any = module.graph.output_node().args[0]
+    written = [one.kwargs.get("out") if isinstance(one, Node) else None for one in outputs]
     return {k: placeholders.index(one) for k, one in enumerate(written) if one in placeholders}
 
 

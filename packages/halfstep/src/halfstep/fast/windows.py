@@ -82,7 +82,7 @@ class Promise:
 
     def make(self) -> Tensor:
         if self.is_kept:
-            kept: Tensor = FreedGraph.apply(torch.empty(0, requires_grad=True), self)
+            kept: Tensor = FreedGraph.apply(torch.empty(0, requires_grad=True), self)  # type: ignore[no-untyped-call]
             return kept
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
 
