@@ -1,21 +1,22 @@
 """Your own model in your own loop: time hs.Step against the loops that people write.
 
     python benchmarks/own_loop.py [--only mlp,gpt2] [--variants "plain,hs auto"] [--rounds 7] [--out DIR]
+    python benchmarks/own_loop.py --zoo [--jobs 14]   # tier B of zoo.py, which stores own_loop_zoo.json
 
 Each model trains in bf16 with AdamW (fused) and clipping at 1.0; every step copies its batch from pinned memory.
 
     plain              autocast, backward, clip_grad_norm_, optimizer.step()
-    compiled           the same with torch.compile(model)
-    reduce-overhead    the same with torch.compile(model, mode="reduce-overhead")
+    compiled           the same with torch.compile of the loss function, model included
+    reduce-overhead    the same with mode="reduce-overhead"
     hs eager           hs.Step(..., fast="off")
     hs graph           hs.Step(..., fast="graph"): the whole step captured, with torch's kernels
     hs cycled          the same with OneCycleLR, which cycles AdamW's betas: its fused kernel cannot be captured
     hs auto            hs.Step(..., fast=hs.Fast("auto", num_steps=100_000))
 
-One process per model. All build and compile side by side; then one after the other has the device, and its variants
+One process per model. They build and compile side by side; then one after the other has the device, and its variants
 take turns, window by window. `ms` is the median over the rounds, with the smallest and largest. `first_captured_s` is
 the time from the first call of a new step to its first replay, alone on the machine. `gb` is the memory that a variant
-reserved for model, optimizer and graphs.
+reserved for model, optimizer and graphs, `peak_gb` the most it reserved while it compiled and chose.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import halfstep as hs
 from recording import store
+from zoo import TIER_B
 
 DEVICE = torch.device("cuda")
-WINDOW_S, WARMUP_STEPS, NUM_BATCHES = 0.25, 12, 4
+WINDOW_S, WARMUP_STEPS, NUM_BATCHES = 0.25, 12, 12
 MOST_WARMUP_S = 240.0
-Batch = tuple[Tensor, ...]
+Batch = Any
+Built = tuple[nn.Module, Callable[[Batch], Tensor], Callable[[int], Batch]]
+"""A model, a loss function of one batch, and a function that makes the batch of a step on the CPU."""
 Train = Callable[[Batch], None]
 
 
@@ -86,76 +90,89 @@ class Encoder(nn.Module):
         return logits
 
 
-def make_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 256)
+        self.cells = nn.LSTM(256, 256, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(512, 20)
 
-    model: nn.Module = GPT2LMHeadModel(GPT2Config())
-    return model
+    def forward(self, tokens: Tensor) -> Tensor:
+        tags: Tensor = self.head(self.cells(self.embed(tokens))[0])
+        return tags
 
 
-def make_vision(name: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import torchvision
+def classify(model: nn.Module, make_batch: Callable[[int], Batch]) -> Built:
+    return model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), make_batch
 
-        model: nn.Module = getattr(torchvision.models, name)()
-        return model
+
+def label_tokens(model: nn.Module, make_batch: Callable[[int], Batch]) -> Built:
+    return model, lambda batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()), make_batch
+
+
+def make_language(kind: str, num: int, length: int, **sizes: int) -> Built:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    make_ids = lambda _: torch.randint(0, config.vocab_size, (num, length))  # noqa: E731
+    return model, lambda ids: model(input_ids=ids, labels=ids).loss, make_ids
+
+
+def make_vision(name: str, num: int) -> Built:
+    import torchvision
+
+    return classify(getattr(torchvision.models, name)(), images(num, 224, 1000))
+
+
+def make_mlp() -> Built:
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return classify(model, lambda _: (torch.randn(128, 784), torch.randint(0, 10, (128,))))
+
+
+def images(num: int, size: int, num_classes: int) -> Callable[[int], Batch]:
+    return lambda _: (torch.randn(num, 3, size, size), torch.randint(0, num_classes, (num,)))
+
+
+def tokens(num: int, *lengths: int, num_labels: int = 1000) -> Callable[[int], Batch]:
+    def make(number: int) -> Batch:
+        shape = (num, lengths[number % len(lengths)])
+        return torch.randint(0, 1000, shape), torch.randint(0, num_labels, shape)
 
     return make
 
 
-def make_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+def find_case(name: str) -> Callable[[], Built]:
+    if name in CASES:
+        return CASES[name]
+    from zoo_models import MODELS
+
+    return MODELS[name].build
 
 
-def classify(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def predict_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
-def predict_next(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(input_ids=batch[0], labels=batch[0]).loss
-    return loss
-
-
-def images(num: int, size: int, num_classes: int) -> Callable[[], Batch]:
-    return lambda: (torch.randn(num, 3, size, size), torch.randint(0, num_classes, (num,)))
-
-
-@dataclass(frozen=True)
-class Case:
-    make_model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Batch], Tensor]
-    make_batch: Callable[[], Batch]
-
-
-CASES = {
-    "mlp": Case(make_mlp, classify, lambda: (torch.randn(128, 784), torch.randint(0, 10, (128,)))),
-    "resnet18": Case(make_resnet18, classify, images(128, 32, 10)),
-    "encoder": Case(
-        Encoder, predict_tokens, lambda: (torch.randint(0, 1000, (32, 128)), torch.randint(0, 1000, (32, 128)))
-    ),
-    "gpt2": Case(make_gpt2, predict_next, lambda: (torch.randint(0, 50257, (8, 1024)),)),
-    "convnext_tiny": Case(make_vision("convnext_tiny"), classify, images(128, 224, 1000)),
-    "vit_b_16": Case(make_vision("vit_b_16"), classify, images(64, 224, 1000)),
+CASES: dict[str, Callable[[], Built]] = {
+    "mlp": make_mlp,
+    "resnet18": lambda: classify(make_resnet18(), images(128, 32, 10)),
+    "encoder": lambda: label_tokens(Encoder(), tokens(32, 128)),
+    "lengths": lambda: label_tokens(Encoder(), tokens(32, *range(32, 128, 8))),
+    "tagger": lambda: label_tokens(Tagger(), tokens(64, 64, num_labels=20)),
+    "gpt2": lambda: make_language("gpt2", 8, 1024),
+    "convnext_tiny": lambda: make_vision("convnext_tiny", 128),
+    "vit_b_16": lambda: make_vision("vit_b_16", 64),
 }
 
 
 # --- loops ---
 
 
-def make_plain(case: Case, mode: str | None) -> tuple[Train, Callable[[], str]]:
-    torch.manual_seed(0)
-    model = case.make_model().to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    run: Any = model if mode is None else torch.compile(model, mode=mode)
+def make_plain(case: Callable[[], Built], mode: str | None) -> tuple[Train, Callable[[], str]]:
+    model, optimizer, loss_fn = build(case)
+    run: Any = loss_fn if mode is None else torch.compile(loss_fn, mode=mode)
 
     def train(batch: Batch) -> None:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = case.loss(run, batch)
+            loss = run(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -163,21 +180,29 @@ def make_plain(case: Case, mode: str | None) -> tuple[Train, Callable[[], str]]:
     return train, lambda: mode or "eager"
 
 
-def make_guarded(case: Case, fast: Any, *, is_cycled: bool = False) -> tuple[Train, Callable[[], str]]:
-    torch.manual_seed(0)
-    model = case.make_model().to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+def make_guarded(case: Callable[[], Built], fast: Any, *, is_cycled: bool = False) -> tuple[Train, Callable[[], str]]:
+    model, optimizer, loss_fn = build(case)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, 100_000) if is_cycled else None
     captures = hs.Fast(fast, num_steps=100_000)
     step = hs.Step(model, optimizer, "bf16", fast=captures, clip_norm=1.0, schedule=schedule)
+    return (
+        lambda batch: step(loss_fn, [batch]) and None,
+        lambda: f"{step.mode} | {step._fast.reason or step.certificate}",
+    )
 
-    def loss_fn(batch: Batch) -> Tensor:
-        return case.loss(model, batch)
 
-    return lambda batch: step(loss_fn, [batch]) and None, lambda: f"{step.mode} | {step.certificate}"
+def build(case: Callable[[], Built]) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Batch], Tensor]]:
+    torch.manual_seed(0)
+    model, loss_fn, make_batch = case()
+    make_batch(0)  # in the zoo it sets what a loop changes between two steps; here that stays as it is
+    model.to(DEVICE).train()
+    for key, value in list(model.__dict__.get("kept", {}).items()):
+        model.kept[key] = tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), value)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, 1e-4, fused=True), loss_fn
 
 
-VARIANTS: dict[str, Callable[[Case], tuple[Train, Callable[[], str]]]] = {
+VARIANTS: dict[str, Callable[[Callable[[], Built]], tuple[Train, Callable[[], str]]]] = {
     "plain": lambda case: make_plain(case, None),
     "compiled": lambda case: make_plain(case, "default"),
     "reduce-overhead": lambda case: make_plain(case, "reduce-overhead"),
@@ -188,22 +213,28 @@ VARIANTS: dict[str, Callable[[Case], tuple[Train, Callable[[], str]]]] = {
 }
 
 
+ZOO_VARIANTS = ("plain", "compiled", "reduce-overhead", "hs auto")
+
+
 # --- the process of one model ---
 
 
-def train_model(name: str, variants: list[str], rounds: int) -> None:
-    case = CASES[name]
+def train_model(name: str, variants: list[str], rounds: int, *, window_s: float) -> None:
+    case = find_case(name)
     torch.manual_seed(1)
-    host = [tuple(tensor.pin_memory() for tensor in case.make_batch()) for _ in range(NUM_BATCHES)]
+    make_batch = case()[2]
+    host = [tree_map_only(Tensor, Tensor.pin_memory, make_batch(number)) for number in range(NUM_BATCHES)]
     found: dict[str, dict[str, Any]] = {}
     trains: dict[str, Train] = {}
 
     def run(train: Train, number: int) -> None:
-        train(tuple(tensor.to(DEVICE, non_blocking=True) for tensor in host[number % NUM_BATCHES]))
+        batch = host[number % NUM_BATCHES]
+        train(tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE, non_blocking=True), batch))
 
     describes: dict[str, Callable[[], str]] = {}
     for variant in variants:
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         before, began = torch.cuda.memory_reserved(), time.perf_counter()
         try:
             train, describe = VARIANTS[variant](case)
@@ -221,9 +252,10 @@ def train_model(name: str, variants: list[str], rounds: int) -> None:
             found[variant] = {"problem": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
             continue
         torch.cuda.empty_cache()
-        gb = (torch.cuda.memory_reserved() - before) / 1e9
+        sizes_gb = [(size - before) / 1e9 for size in (torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved())]
         trains[variant], describes[variant] = train, describe
-        found[variant] = {"gb": gb, "warmup_s": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        found[variant] = {"gb": sizes_gb[0], "peak_gb": sizes_gb[1], "warmup_s": seconds}
     print("ready", flush=True)
     sys.stdin.readline()
     times: dict[str, list[float]] = {variant: [] for variant in trains}
@@ -237,21 +269,22 @@ def train_model(name: str, variants: list[str], rounds: int) -> None:
                 run(train, number)
             torch.cuda.synchronize()
             seconds = (time.perf_counter() - began) / num
-            sizes[variant] = max(5, round(WINDOW_S / seconds))
+            sizes[variant] = max(5, round(window_s / seconds))
             if round_number:  # the first round sets the length of the windows
                 times[variant].append(seconds * 1e3)
     for variant, ms in times.items():
         spread = {"ms": statistics.median(ms), "ms_min": min(ms), "ms_max": max(ms)}
         found[variant] |= {**spread, "mode": describes[variant]()}
-    torch._dynamo.reset()
-    began = time.perf_counter()
-    train, describe = VARIANTS["hs graph"](case)
-    for number in range(20):
-        run(train, number)
-        if describe().startswith("graph"):
-            torch.cuda.synchronize()
-            found.setdefault("hs graph", {})["first_captured_s"] = time.perf_counter() - began
-            break
+    if "hs graph" in found:
+        torch._dynamo.reset()
+        began = time.perf_counter()
+        train, describe = VARIANTS["hs graph"](case)
+        for number in range(20):
+            run(train, number)
+            if describe().startswith("graph"):
+                torch.cuda.synchronize()
+                found["hs graph"]["first_captured_s"] = time.perf_counter() - began
+                break
     print(json.dumps(found), flush=True)
 
 
@@ -260,18 +293,39 @@ def train_model(name: str, variants: list[str], rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(CASES), help="models, with commas")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="loops, with commas")
+    parser.add_argument("--only", help="models, with commas; those of zoo.py have names such as hf_gpt2")
+    parser.add_argument("--zoo", action="store_true", help="time tier B of zoo.py: plain and compiled loops, hs auto")
+    parser.add_argument("--variants", help="loops, with commas")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--jobs", type=int, default=14, help="models that compile side by side")
+    parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds of a window")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--train", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    variants = (arguments.variants or ",".join(ZOO_VARIANTS if arguments.zoo else VARIANTS)).split(",")
     if arguments.train:
-        train_model(arguments.train, arguments.variants.split(","), arguments.rounds)
+        train_model(arguments.train, variants, arguments.rounds, window_s=arguments.window)
         return
-    names = arguments.only.split(",")
-    processes = {name: start(name, arguments.variants, arguments.rounds) for name in names}
+    names = arguments.only.split(",") if arguments.only else TIER_B if arguments.zoo else list(CASES)
     found: dict[str, Any] = {}
+    for first in range(0, len(names), arguments.jobs):
+        time_models(names[first : first + arguments.jobs], variants, arguments, found)
+    if arguments.zoo:
+        show_zoo(found)
+
+
+def time_models(names: list[str], variants: list[str], arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Let models compile side by side, and time one after the other."""
+    options = ["--variants", ",".join(variants), "--rounds", str(arguments.rounds), "--window", str(arguments.window)]
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, "--train", name, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    }
     for process in processes.values():
         assert process.stdout is not None
         next((line for line in process.stdout if line.strip() == "ready"), None)
@@ -287,23 +341,31 @@ def main() -> None:
             found[name] = {"problem": f"the process ended: {error}"}
         process.wait()
         show(name, found[name])
-        store("own_loop", {"rounds": arguments.rounds, "models": found}, DEVICE, arguments.out)
-
-
-def start(name: str, variants: str, rounds: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--train", name, "--variants", variants, "--rounds", str(rounds)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        title = "own_loop_zoo" if arguments.zoo else "own_loop"
+        store(title, {"rounds": arguments.rounds, "models": found}, DEVICE, arguments.out)
 
 
 def show(name: str, found: dict[str, Any]) -> None:
     for variant, one in found.items():
         if isinstance(one, dict) and "ms" in one:
             captured = f", first captured {one['first_captured_s']:.1f} s" if "first_captured_s" in one else ""
-            print(
-                f"{name:14s}{variant:16s}{one['ms']:9.3f} ms {one['gb']:6.2f} GB{captured}  {one['mode']}", flush=True
-            )
+            sizes = f"{one['gb']:6.2f} GB, at most {one['peak_gb']:.2f}"
+            print(f"{name:20s}{variant:16s}{one['ms']:9.3f} ms {sizes}{captured}  {one['mode']}", flush=True)
         else:
-            print(f"{name:14s}{variant:16s} {one}", flush=True)
+            print(f"{name:20s}{variant:16s} {one}", flush=True)
+
+
+def show_zoo(found: dict[str, Any]) -> None:
+    """Print the speed of hs.Step relative to the plain loop and to the faster of torch.compile's modes."""
+    for name, rows in found.items():
+        ms = {variant: row["ms"] for variant, row in rows.items() if isinstance(row, dict) and "ms" in row}
+        peers = [ms[one] for one in ("compiled", "reduce-overhead") if one in ms]
+        if "hs auto" not in ms or not (peers or "plain" in ms):
+            print(f"{name:28s} not timed")
+            continue
+        mode = rows["hs auto"]["mode"].split(" | ")[0]
+        ratios = [f"{one / ms['hs auto']:6.2f}x" for one in (ms.get("plain", 0.0), min(peers, default=0.0))]
+        print(f"{name:28s}{mode:16s} speed over plain and compiled: {' '.join(ratios)}")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ import argparse
 import json
 import platform
 import shlex
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +53,3 @@ def shown_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name not in ("out", "merge")} | {
         "data": Path(arguments.data).name
     }
-
-
-def finish_device_work() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def time_steps(step: Callable[[], object], *, warmup: int, steps: int, windows: int) -> dict[str, float]:
-    """Milliseconds per step: the median over windows of `steps` steps, with the spread between windows."""
-    for _ in range(warmup):
-        step()
-    times = []
-    for _ in range(windows):
-        finish_device_work()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        finish_device_work()
-        times.append((time.perf_counter() - start) / steps * 1e3)
-    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "windows": windows}

@@ -4,21 +4,24 @@
     python benchmarks/speed_commits.py .old . [--only unet,resnet50_64] [--pairs 9] [--mode graph] [--out DIR]
 
 Each checkout trains each case of speed_cases.py and each workload of OTHERS in its own process. All compile side by
-side to fill the cache of the compiler. Then one case at a time is timed, in windows that alternate between the
-checkouts, so that clocks and heat affect both. The ratio new/old of each pair of windows gives a mean and its 95 %
+side, each checkout into an empty cache: `cold_s` are the seconds from the start of a process to its step 20. Then one
+case at a time is timed, in windows that alternate between the checkouts, so that clocks and heat affect both; `warm_s`
+are the seconds to step 20 of these processes. The ratio new/old of each pair of windows gives a mean and its 95 %
 interval.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +49,7 @@ class Trainer:
     process: subprocess.Popen[str]
     commands: IO[str]
     answers: IO[str]
+    began: float = field(default_factory=time.time)
 
     def read(self) -> str:
         for line in self.answers:
@@ -53,9 +57,11 @@ class Trainer:
                 return line.split(" ", 1)[1].strip()
         raise RuntimeError(f"a training process ended with code {self.process.wait()} before it was timed")
 
-    def wait(self) -> Trainer:
-        assert self.read() == READY
-        return self
+    def wait(self) -> float:
+        """Wait until its warm-up is over; return the seconds from its start until then."""
+        word, ended = self.read().split()
+        assert word == READY
+        return float(ended) - self.began
 
     def time_window(self) -> float:
         """Let it train for one window; return milliseconds per step."""
@@ -88,40 +94,48 @@ def main() -> None:
     from speed_cases import TABLE
 
     cases = [word for word in arguments.only.split(",") if word] or [*TABLE, *OTHERS]
-    fill_cache(cases, arguments)
-    found = {}
-    for case in cases:
-        old, new = (start(case, tree, arguments) for tree in (arguments.old, arguments.new))
-        old.wait(), new.wait()
-        found[case] = compare(old, new, num_pairs=arguments.pairs)
-        old.process.kill(), new.process.kill()
-        print(case, {name: value for name, value in found[case].items() if name != "pairs_ms"}, flush=True)
+    trees = (arguments.old, arguments.new)
+    with tempfile.TemporaryDirectory() as folder:
+        caches = [Path(folder, name) for name in ("old", "new")]
+        cold_s = fill_caches(cases, trees, caches, arguments)
+        found = {}
+        for case in cases:
+            old, new = (start(case, *pair, arguments) for pair in zip(trees, caches, strict=True))
+            warm_s = [old.wait(), new.wait()]
+            found[case] = compare(old, new, num_pairs=arguments.pairs) | {"cold_s": cold_s[case], "warm_s": warm_s}
+            old.process.kill(), new.process.kill()
+            print(case, {name: value for name, value in found[case].items() if name != "pairs_ms"}, flush=True)
     commits = {"old": commit_of(arguments.old), "new": commit_of(arguments.new)}
     store("speed_commits", {**commits, "mode": arguments.mode, "cases": found}, torch.device("cuda"), arguments.out)
 
 
-def fill_cache(cases: list[str], arguments: argparse.Namespace) -> None:
-    """Compile all cases at once. Choices between compiled kernels made on a busy device are forgotten."""
-    from halfstep_train.tune.modes import keep_compiled_code
+def fill_caches(
+    cases: list[str], trees: tuple[Path, Path], caches: list[Path], arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Compile all cases at once, and return the seconds of each checkout. Choices between compiled kernels made on a
+    busy device are forgotten."""
     from speed_processes import forget_choices
 
-    keep_compiled_code()
-    began = time.time()
-    trainers = [start(case, arguments.new, arguments) for case in cases]
-    for trainer in trainers:
-        trainer.wait().process.kill()
-    forget_choices(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), began)
-    print(f"compiled {len(cases)} cases in {time.time() - began:.0f} s", flush=True)
+    trainers = [[start(case, *pair, arguments) for pair in zip(trees, caches, strict=True)] for case in cases]
+    seconds = {case: [trainer.wait() for trainer in pair] for case, pair in zip(cases, trainers, strict=True)}
+    for trainer in itertools.chain(*trainers):
+        trainer.process.kill()
+    for cache in caches:
+        forget_choices(cache, 0.0)
+    return seconds
 
 
-def start(case: str, tree: Path, arguments: argparse.Namespace) -> Trainer:
+def start(case: str, tree: Path, cache: Path, arguments: argparse.Namespace) -> Trainer:
     from code_numbers import find_sources  # not in every old checkout
 
     sources = [str(source.parent) for source in find_sources(tree.resolve())]
     paths = [*sources, str(tree.resolve() / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, __file__, str(arguments.old), str(arguments.new), "--train", case, "--mode", arguments.mode],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+        env={
+            **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton"),
+        },
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdin is not None
@@ -164,7 +178,7 @@ class WindowClock:
         if past == 0:
             self.before_ready()
             torch.cuda.reset_peak_memory_stats()
-            answer(READY)
+            answer(f"{READY} {time.time()}")
         else:
             answer(f"{(time.perf_counter() - self.started) / self.window * 1e3}")
         while (command := sys.stdin.readline().strip()) == MEMORY:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import json
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,9 @@ from typer.main import get_command
 from doc_pages import PAGES, ROOT, shell_lines
 from halfstep import __version__
 from halfstep.errors import OPTIONAL, suggest_install, suggest_own_install
+from halfstep.step.torch_version import NEWEST_TESTED
 from halfstep_train.cli.main import build_app
+from rule_pages import pages
 
 LIBRARY, APPLICATION, CHECK = (f"packages/{name}" for name in ("halfstep", "halfstep-train", "halfstep-check"))
 PROJECTS = {
@@ -100,3 +106,44 @@ def test_errors_ask_for_the_packages_of_the_extras() -> None:
     assert shlex.split(suggest_install("torchao")) == ["pip", "install", *extras["fp8"]]
     for path in (ROOT / "packages").glob("*/src/**/*.py"):
         assert "halfstep[" not in path.read_text(), f"{path}: halfstep is on no index; use suggest_install"
+
+
+# --- versions of torch on the pages ---
+
+
+def test_pages_state_the_versions_with_which_all_tests_pass() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "torch_versions.json").read_text())
+    passed = [tuple(map(int, version.split("."))) for version, found in stored.items() if not found["failed"]]
+    assert max(passed)[:2] == NEWEST_TESTED
+    oldest, newest = (f"{version[0]}.{version[1]}" for version in (min(passed), max(passed)))
+    assert f'"torch>={oldest}"' in (ROOT / "packages" / "halfstep" / "pyproject.toml").read_text()
+    for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/captured_steps.md"):
+        ranges = set(re.findall(r"torch \(?(2\.\d+ to 2\.\d+)", (ROOT / page).read_text()))
+        assert ranges == {f"{oldest} to {newest}"}, page
+
+
+# --- the pages of docs/rules are those of the catalogue ---
+
+
+def test_the_pages_are_up_to_date() -> None:
+    written = {path.name: path.read_text() for path in (ROOT / "docs" / "rules").iterdir()}
+    assert written == pages(), "run make rules"
+
+
+# --- imports of benchmarks, demos and examples ---
+
+SCRIPTS = [path for folder in ("benchmarks", "demos", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("halfstep.", "halfstep_check.")):
+            yield from ((node.module or "", name.name) for name in node.names)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_script_imports_of_halfstep_is_there(path: Path) -> None:
+    for module, name in imported_names(path):
+        has_name = hasattr(importlib.import_module(module), name)
+        # A module of its own is not imported: Triton's are for GPUs only.
+        assert has_name or importlib.util.find_spec(f"{module}.{name}"), f"{module} has no {name}"

@@ -30,7 +30,7 @@ def unet(batch_size: int) -> Problem:
 def rows() -> dict[str, Row]:
     problem = unet(8)
     modes = ("eager", "compile", "graph")
-    request = BenchRequest(precisions=("fp32", "bf16"), modes=modes, schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp32", "bf16"), modes=modes, schedule=SHORT)
     found = bench(problem, request, probe("cuda"), count_step_flops(problem), tell=print)
     return {row.label: row for row in found.rows}
 

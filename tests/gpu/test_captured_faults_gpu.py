@@ -18,9 +18,8 @@ from halfstep.step.randomness import choose_algorithms
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-MAY_STAY_EAGER = ("max_norm", "max_norm_set_later", "traced_code_raises")
-"""Loops that a GPU captures or not: kernels of Embedding's max_norm wait for the host, those of the VQ-VAE need not
-raise. They train alike in any case."""
+MAY_STAY_EAGER = ("max_norm", "max_norm_set_later")
+"""Loops that a GPU captures or not: kernels of Embedding's max_norm wait for the host. They train alike in any case."""
 
 
 @pytest.fixture(autouse=True)

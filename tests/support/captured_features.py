@@ -167,11 +167,27 @@ def compiled_model(device: torch.device) -> Loop:
     return loop
 
 
+def drawn_aside(device: torch.device) -> Loop:
+    """Draw from the CPU's generator for no effect, and for a branch that no loss uses; keep an undetached tensor."""
+    loop = plain(device, accumulate=2)
+
+    def loss_fn(batch: Any) -> Tensor:
+        if torch.rand(1) >= 1:
+            raise AssertionError("torch.rand is less than 1")
+        F.dropout(batch[0])
+        loop.model.last = F.dropout(loop.model(batch[0]), 0.3)
+        return F.cross_entropy(loop.model.last, batch[1])
+
+    loop.loss_fn = loss_fn
+    return loop
+
+
 FEATURES: dict[str, Callable[[torch.device], Loop]] = {
     function.__name__: function
     for function in (
         plain, weighted, several_optimizers, unfused, unfused_rmsprop, muon, scheduled_muon, frozen_encoder, adapter,
         tied_weights, also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
+        drawn_aside,
     )
 } | {
     "average": partial(plain, ema_decay=0.9),

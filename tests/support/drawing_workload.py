@@ -35,15 +35,14 @@ class Drawer:
 
 
 class Evaluation(PlainEvaluation):
-    def score_with_options(
-        self, config: Any, trained: Any, options: Mapping[str, Any], phase: Any, batch_size: Any
-    ) -> Any:
-        if not options["draws"]:
+    def score_with_options(self, request: Any) -> Any:
+        draws = request.options["draws"]
+        if not draws:
             return None
-        with phase("Drawing", options["draws"]) as bar:
-            for _ in range(options["draws"]):
+        with request.phase("Drawing", draws) as bar:
+            for _ in range(draws):
                 bar.advance()
-        return {"drawn": float(options["draws"])}
+        return {"drawn": float(draws)}
 
 
 def export(

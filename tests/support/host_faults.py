@@ -77,6 +77,34 @@ def same_bits(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def assert_bad_steps_change_nothing(script: Any, *, is_fp16: bool) -> None:
+    """Plant each fault in a script with `train` and `state`, whose fourth state is the scaler in fp16."""
+    script.train(2)
+    for fault in FAULTS:
+        before = script.state
+        script.train(1, fault)
+        after = script.state
+        if is_fp16 and fault == "gradient":
+            assert after[3]["scale"] < before[3]["scale"]  # an overflow of gradients lowers the scale
+            before[3] = after[3]
+        assert same_bits(before, after), fault
+        script.train(1)
+        assert not same_bits(before[:3], script.state[:3])
+
+
+def find_dropped(script: Any, rank: int) -> list[bool]:
+    """Train while rank 1 alone is at fault; return whether each fault changed nothing on this rank."""
+    script.train(2)
+    found = []
+    for fault in FAULTS:
+        before = script.state
+        script.train(1, fault if rank == 1 else None)
+        found.append(same_bits(before, script.state))
+        script.train(1)
+        assert not same_bits(before[:3], script.state[:3])
+    return found
+
+
 def seeded(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     return make()

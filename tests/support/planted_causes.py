@@ -54,14 +54,6 @@ class Attention(nn.Module):
         return torch.softmax(scores + (1 - may_see) * -1e9, -1) @ x.float()
 
 
-class TinyEps(nn.Module):
-    """An eps that is zero in fp16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        dead = (x * 0).half() if x.dtype == torch.float16 else x * 0
-        return x + dead / (dead.abs().amax(-1, keepdim=True) + torch.tensor(1e-8, dtype=x.dtype))
-
-
 class Variational(nn.Module):
     """exp of a log-variance that nobody bounds."""
 
@@ -72,46 +64,6 @@ class Variational(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.exp(self.logvar(x).float())
-
-
-class NeverWritten(nn.Module):
-    """A buffer that stays as it was allocated."""
-
-    def __init__(self, size: int = 8) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.full((size,), float("nan")))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
-
-
-class Empty(nn.Module):
-    """Divides by the number of what may be none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = (x > 1e6).to(x.dtype)
-        return x + (x * chosen).sum(0) / chosen.sum(0)
-
-
-class Large(nn.Module):
-    """Squares what is large."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 1e3) @ (x * 1e3).mT @ x * 1e-6
-
-
-@torch.library.custom_op("planted_causes::smooth", mutates_args=())
-def smooth(x: Tensor) -> Tensor:
-    """A kernel that is wrong for one number of rows."""
-    return torch.full_like(x, float("nan")) if len(x) == 6 else x * 0.5
-
-
-smooth.register_autograd(lambda ctx, gradient: gradient * 0.5, setup_context=lambda ctx, inputs, output: None)
-
-
-class WrongKernel(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return smooth(x)
 
 
 def dice(logits: Tensor, target: Tensor) -> Tensor:

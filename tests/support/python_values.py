@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -269,13 +270,123 @@ def output_stored(device: torch.device) -> Loop:
 
 
 def graph_stored(device: torch.device) -> Loop:
+    """Keep tensors for logging without detaching them."""
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> tuple[Tensor, int]:
+        model.last = model(batch[0])
+        model.logged = {"loss": F.cross_entropy(model.last, batch[1])}
+        return model.logged["loss"] + 0.1 * model.last.square().mean(), ROWS
+
+    def check(_: Any, number: int) -> None:
+        if number:
+            assert not model.last.is_leaf
+            with pytest.raises(RuntimeError, match="a second time"):
+                model.last.sum().backward()
+
+    return Loop(model, loss_fn, before=check, kept=model.__dict__)
+
+
+def graph_beyond_the_loss(device: torch.device) -> Loop:
+    """Keep an output that could still be used for a gradient after the step."""
     model = make_model(device)
 
     def loss_fn(batch: Any) -> Tensor:
-        model.last = model(batch[0])
-        return F.cross_entropy(model.last, batch[1])
+        model.other = model(batch[0] + 1)
+        return get_loss(model, batch)
 
     return Loop(model, loss_fn, "autograd graph")
+
+
+# --- code that takes another path while it is traced, or that Dynamo refuses ---
+
+
+def layer_drop(device: torch.device, probability: float = 0.0) -> Loop:
+    """Draw from the CPU's generator whether a layer is left out, as transformers' models do."""
+    model = make_model(device, nn.Dropout(0.3))
+    model.probability = probability  # type: ignore[assignment]
+
+    def loss_fn(batch: Any) -> Tensor:
+        x = batch[0]
+        for layer in model:
+            drawn = torch.rand([])
+            is_left_out = model.training and drawn < model.probability and isinstance(layer, nn.ReLU)
+            x = x if is_left_out else layer(x)
+        return F.cross_entropy(x, batch[1])
+
+    return Loop(model, loss_fn, "Data-dependent" if 0 < probability < 1 else "")
+
+
+def layer_dropped_later(device: torch.device) -> Loop:
+    loop = layer_drop(device)
+    loop.before = change_once(lambda: setattr(loop.model, "probability", 0.9))
+    loop.why_eager = "Data-dependent"
+    return loop
+
+
+def eager_path(device: torch.device) -> Loop:
+    """Ask torch whether the code is compiled, and draw other random numbers if it is."""
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        x = batch[0] if torch.compiler.is_compiling() else F.dropout(batch[0], 0.3)
+        return get_loss(model, (x, batch[1]))
+
+    return Loop(model, loss_fn)
+
+
+def refused_path(device: torch.device) -> Loop:
+    """Take a path that cannot be traced where the code is compiled."""
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        if torch.compiler.is_compiling() and batch[1].max().item() > 2:
+            raise ValueError("no such class")
+        return get_loss(model, batch)
+
+    return Loop(model, loss_fn)
+
+
+def mask_of_constants(device: torch.device) -> Loop:
+    """Leave out a mask that masks nothing."""
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        mask = torch.ones_like(batch[1], dtype=torch.bool)[:, None] & (torch.arange(4, device=device) < 4)
+        return get_loss(model, batch if mask.all() else (F.dropout(batch[0]) * mask, batch[1]))
+
+    return Loop(model, loss_fn)
+
+
+def mask_written(device: torch.device) -> Loop:
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        mask = torch.ones_like(batch[1])
+        mask.view(-1)[:2] = batch[1][:2]
+        return get_loss(model, batch, 1.0 if mask.all() else 2.0)
+
+    return Loop(model, loss_fn, "Data-dependent")
+
+
+def inputs_require_grad(device: torch.device) -> Loop:
+    """Let the input of the first layer require a gradient, as for reentrant checkpointing."""
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        x, y = batch[0].clone(), batch[0] * 2
+        x.requires_grad = True
+        y.requires_grad_()
+        return get_loss(model, (x + y if x.requires_grad else x, batch[1]))
+
+    return Loop(model, loss_fn)
+
+
+def spectral_norm(device: torch.device) -> Loop:
+    """Write into a buffer by `out=`, and assign the result to it."""
+    loop = plain(device)
+    torch.nn.utils.parametrizations.spectral_norm(loop.model[0])  # type: ignore[index]
+    return loop
 
 
 # --- optimizers ---
@@ -408,12 +519,12 @@ def custom_op(device: torch.device) -> Loop:
 
 
 def lstm(device: torch.device) -> Loop:
-    model = nn.ModuleDict({"lstm": nn.LSTM(4, 8, batch_first=True), "head": nn.Linear(8, 3)}).to(device)
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 8, 2, batch_first=True, dropout=0.1), "head": nn.Linear(8, 3)}).to(device)
 
     def loss_fn(batch: Any) -> Tensor:
         return F.cross_entropy(model["head"](model["lstm"](batch[0][:, None])[0][:, -1]), batch[1])
 
-    return Loop(model, loss_fn, "RNN, GRU and LSTM layers ('lstm')")
+    return Loop(model, loss_fn, "without dropout between layers ('lstm')")
 
 
 CASES: dict[str, Callable[[torch.device], Loop]] = {
@@ -422,11 +533,14 @@ CASES: dict[str, Callable[[torch.device], Loop]] = {
         temperature_attribute, branch_on_epoch, counter, growing_list, python_random, numpy_random, clock, file_read,
         item, printing, logged, global_number, dropout, dropout_changed, checkpointed_dropout, partial, bound_method,
         callable_object, norm_in_eval, freezing, global_hook_added, submodule_replaced, buffer_replaced, eps_changed,
-        state_loaded, two_models, output_stored, graph_stored, rate_by_hand, decay_by_hand, batch_in_place,
+        state_loaded, two_models, output_stored, graph_stored, graph_beyond_the_loss, rate_by_hand, decay_by_hand,
+        batch_in_place,
         nested_dict, dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch,
         numpy_in_closure, tensor_made_outside, batch_in_closure, batch_on_the_host, custom_op, lstm,
+        layer_drop, layer_dropped_later, eager_path, refused_path, mask_of_constants, mask_written,
+        inputs_require_grad, spectral_norm,
     )
-}  # fmt: skip
+} | {"layer_drop_by_chance": functools.partial(layer_drop, probability=0.5)}  # fmt: skip
 
 
 def assert_same(name: str, device: torch.device) -> None:

@@ -191,7 +191,7 @@ def refuse_nothing_read(named: list[Path], report: Report) -> None:
     if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
         raise ConfigError(
             f"nothing to check in {', '.join(map(str, named))}",
-            why="a folder is searched for Python files; it holds none",
+            why="a folder is searched for Python files; it contains none",
             fix=f"configs of a project are found with --project {named[0]}",
         )
 

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +18,36 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.errors import ConfigError, HardwareError
-from halfstep.hardware.device_facts import Measurement
+from halfstep.errors import ConfigError, HardwareError, MemoryLimitError
+from halfstep.hardware.device_facts import Hardware, Measurement
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
 from halfstep_train.bench.bench import (
     BenchRequest,
     HalfstepRunner,
+    add_speedups,
     bench,
+    check_clocks,
+    check_drift,
+    check_losses,
+    conclude,
     list_runners,
 )
 from halfstep_train.bench.isolate import CacheWatch, isolate_row
-from halfstep_train.bench.measure_row import Row, Schedule, describe_failure, measure_row
-from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config
+from halfstep_train.bench.measure_row import (
+    NUM_WINDOWS,
+    Row,
+    Schedule,
+    StepTimer,
+    describe_failure,
+    make_schedule,
+    measure_row,
+)
+from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config, refuse_too_large
+from halfstep_train.bench.record import summarise_results
+from halfstep_train.cli.options import refuse_to_overwrite
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.memory.sizing import StepCost, predict_step_cost
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)
@@ -215,7 +235,7 @@ def test_a_mode_that_could_not_run_is_no_row_of_that_mode(problem: Problem, monk
 
 
 def test_auto_says_which_mode_it_took(problem: Problem) -> None:
-    request = BenchRequest(precisions=("fp32",), modes=("auto",), schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp32",), modes=("auto",), schedule=SHORT)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert row.remarks[0].startswith("eager: trials are for CUDA")
 
@@ -223,7 +243,7 @@ def test_auto_says_which_mode_it_took(problem: Problem) -> None:
 def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:
     rate = Measurement(op="matmul", format="fp32", tflops=2.0, error=0.0, speedup=1.0)
     hardware = dataclasses.replace(probe("cpu"), measurements=(rate,))
-    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT)
     [row] = bench(problem, request, hardware, flops=4 * 10**9, tell=lambda _: None).rows
     assert row.floor_ms == pytest.approx(2.0)
     assert row.floor_share == pytest.approx(2.0 / row.ms)
@@ -231,7 +251,7 @@ def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> N
 
 def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
     against = ("plain:graphs",)
-    request = BenchRequest(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT)
     ours, peer = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert ours.is_measured
     assert (peer.label, peer.is_measured) == ("plain graphs fp8", False)
@@ -271,7 +291,122 @@ def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:
 
 def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None:
     problem = build_problem(load_bench_config("unet", TINY, {"batch_size": 2, "strict": True}, small=True), CPU)
-    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert not row.is_measured
     assert row.reason.startswith("tf32 asked for, but ")
+
+
+# --- what cannot fit a CPU's memory is refused, and nothing that can ---
+
+STORE = {"channels": 3, "num_classes": 2, "image_size": 32}
+
+
+def config(*words: str) -> RunConfig:
+    return load_bench_config("unet", words, {"batch_size": 2, "image_size": 32}, small=True)
+
+
+def cpu(free_bytes: int) -> Hardware:
+    return Hardware(kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_free_bytes=free_bytes)
+
+
+def cost(*words: str) -> StepCost:
+    return predict_step_cost(config(*words), STORE, cpu(0), "fp32")
+
+
+def test_what_fits_to_the_byte_is_not_refused_and_a_byte_less_is_with_what_would_fit() -> None:
+    found = cost()
+    refuse_too_large(config(), ("fp32", "bf16"), ("eager",), cpu(found.predict_bytes(2)))
+    with pytest.raises(MemoryLimitError, match="unet at batch size 2 needs") as refused:
+        refuse_too_large(config(), ("bf16", "fp32"), ("eager",), cpu(found.predict_bytes(2) - 1))
+    assert refused.value.fix.startswith("--batch-size 1 or less")
+    with pytest.raises(MemoryLimitError) as refused:
+        refuse_too_large(config(), ("fp32",), ("eager",), cpu(found.fixed_bytes - 1))
+    assert refused.value.fix.startswith("a smaller model")
+    assert f"{found.num_parameters:,} parameters" in refused.value.why
+
+
+def test_activations_count_only_where_all_of_them_are_kept() -> None:
+    refuse_too_large(config(), ("fp32",), ("compile",), cpu(cost().fixed_bytes))
+    refuse_too_large(config("train.memory=low"), ("fp32",), ("eager",), cpu(cost().fixed_bytes))
+
+
+def test_a_model_of_any_size_is_counted_without_being_built() -> None:
+    assert cost("model.base_channels=8192").num_parameters > 10**11
+
+
+# --- the timer leaves out the warm-up ---
+
+
+def test_the_windows_see_the_timed_steps_and_not_the_warm_up() -> None:
+    schedule = Schedule(warm_up=2, ramp=1, window=2)
+    timer = StepTimer(schedule, CPU)
+    for step in range(schedule.steps):
+        time.sleep(0.05 if step < 3 else 0.002)
+        timer()
+    found = timer.get_finished()
+    assert len(found.window_s) == NUM_WINDOWS
+    assert all(0.002 <= seconds < 0.03 for seconds in found.window_s)
+    assert 0.05 <= found.start_s < 0.1
+
+
+def test_steps_are_spread_over_equal_windows() -> None:
+    assert make_schedule(23, CPU).window == 4
+    assert make_schedule(100, torch.device("cuda")).window == 20
+
+
+# --- speedups between rows, and output paths ---
+
+
+def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **others: Any) -> Row:
+    windows = tuple(ms + spread * offset for offset in (-0.5, -0.1, 0.0, 0.1, 0.5))
+    known = {"name": "halfstep", "loss": 1.0, "peak_bytes": 6_000_000_000, **others}
+    return Row(variant=variant, precision=precision, window_ms=windows, **known)
+
+
+def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
+    rows = [row("compile", "fp32", 50.0), row("eager", "fp32", 100.0), row("eager", "tf32", 60.0)]
+    rows += [row("graph", "bf16", 10.0), row("eager", "fp8", 5.0, simulated=True)]
+    found = {r.label: r for r in add_speedups(rows)}
+    fast = found["halfstep graph bf16"]
+    assert (fast.speedup_fp32, fast.speedup_tf32) == (10.0, 6.0)
+    assert found["halfstep compile fp32"].speedup_fp32 == 2.0
+    assert found["halfstep eager fp8"].speedup_fp32 is None
+
+
+def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
+    rows = [row("auto", "fp32", 50.0), row("graph", "bf16", 10.0), row("tuned", "tf32", 20.0, name="plain")]
+    found = conclude(rows, flops=1, hardware=look_up_gpu("h200"))
+    assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
+    assert summarise_results(found)["speedup_bases"] == found.bases
+    assert conclude(rows[1:2], flops=1, hardware=look_up_gpu("h200")).bases == {}
+
+
+def test_a_loss_far_from_eager_fp32_is_warned_of_and_a_near_one_is_not() -> None:
+    rows = [row("compile", "bf16", 10.0, loss=1.2), row("eager", "fp32", 100.0), row("eager", "bf16", 20.0, loss=1.05)]
+    [warning] = check_losses(rows, rows[1])
+    assert warning.startswith("halfstep compile bf16: loss 1.2")
+    assert "halfstep eager fp32 has 1" in warning
+
+
+def test_drift_beyond_the_spread_is_warned_of() -> None:
+    first = row("eager", "fp32", 100.0)
+    assert check_drift([first], row("eager", "fp32", 101.5)) == ""
+    assert "+10.0%" in check_drift([first], row("eager", "fp32", 110.0))
+    assert check_drift([first], row("eager", "fp32", 110.0, spread=12.0)) == ""
+    lost = Row(name="halfstep", variant="eager", precision="fp32", reason="out of memory")
+    assert "out of memory" in check_drift([first], lost)
+
+
+def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
+    rows = [row("eager", "fp32", 100.0), row("graph", "bf16", 10.0, clock_limits=("power cap",))]
+    assert check_clocks(rows) == "the device's clocks were throttled in halfstep graph bf16 (power cap)"
+    assert check_clocks(rows[:1]) == ""
+
+
+@pytest.mark.parametrize("name", [".", "no where/bench.json", "file/bench.json"])
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already|cannot be written"):
+        refuse_to_overwrite({"--save": tmp_path / name}, force=True)
+    assert (tmp_path / "file").read_text() == "mine"

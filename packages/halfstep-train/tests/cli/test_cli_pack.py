@@ -8,7 +8,7 @@ import pytest
 
 from command_line import run_command
 from data.picture_folders import write_split
-from data.test_idx import write_idx
+from data.test_image_folder import write_idx
 from diffusion_tiny import pictures, vae_folder
 from halfstep_train.report.progress import PackingBar
 

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfstep_train.cli.main import build_app, main
+from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.demo import write_demo
 
 SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
@@ -112,11 +113,12 @@ def test_the_guides_memory_table_by_component_fits_80_columns(monkeypatch: pytes
 
 
 def test_a_memory_plan_reports_its_progress() -> None:
-    from halfstep_train.cli.plan import _plan_memory
+    from halfstep_train.cli.plan import _choose_device, _plan_memory
 
     told: list[str] = []
     flags = dict.fromkeys(("data_dir", "device", "strict", "simulate")) | {"precision": "bf16"}
-    plan = _plan_memory(["unet", *SMALL], flags, gpu=None, fit="1GB", ranks=None, mode="eager", tell=told.append)
+    device, config = _choose_device(None, 10**9, flags), load("unet", overrides=[*SMALL]).config
+    plan = _plan_memory(config, flags, "eager", ("eager",), device, None, told.append, gpu=None, is_made_up=True)
     num = len(plan.rows)
     assert told[0] == f"predicting bf16, normal (1 of {num})"
     assert f"finding the largest batch: bf16, normal (1 of {num})" in told

@@ -65,7 +65,7 @@ def test_gray_bytes_read_alike_from_every_container(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ({"image": Path("a.png")}, r"it holds Python objects \(pathlib\.\S*PosixPath\), and halfstep does not execute"),
+        ({"image": Path("a.png")}, r"it contains Python objects \(pathlib\.\S*PosixPath\), and halfstep does not"),
         (b"\x00" * 100, "it is not a file of torch.save, or it is damaged"),
         (b"just words", "it is not a file of torch.save, or it is damaged"),
         (b"", "it is not a file of torch.save, or it is damaged"),
@@ -171,7 +171,7 @@ def test_one_odd_file_does_not_change_the_scale_of_the_others(tmp_path: Path) ->
 
 
 def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.tif holds float32 pixels, and their value range is unknown"):
+    with pytest.raises(DataError, match=r"a\.tif contains float32 pixels, and their value range is unknown"):
         read_image(save(tmp_path / "a.tif", ramp(0, 1)), channels=1)
 
 
@@ -179,7 +179,7 @@ def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
 def test_a_nan_in_a_float_image_names_the_file(tmp_path: Path, bad: float) -> None:
     image = np.zeros((6, 8), dtype=np.float32)
     image[1, 1] = bad
-    with pytest.raises(DataError, match=r"broken\.npy holds 1 value of NaN, infinity or beyond the range of fp32"):
+    with pytest.raises(DataError, match=r"broken\.npy contains 1 value of NaN, infinity or beyond the range of fp32"):
         read_image(save(tmp_path / "broken.npy", image), channels=1)
 
 
@@ -274,7 +274,7 @@ def test_bad_pairs_are_left_out_and_counted_on_request(tmp_path: Path) -> None:
     assert scan_pairs([good, mismatch, cut, nan], bad_files=bad_files).pairs == (good,)
     for error, name in zip(bad_files.skipped, ("mismatch.png", "cut.png", "nan.npy"), strict=True):
         assert name in error.what
-    with pytest.raises(DataError, match="no usable pair"):
+    with pytest.raises(DataError, match="no usable file is left for training"):
         scan_pairs([mismatch], bad_files=BadFiles("skip"))
 
 

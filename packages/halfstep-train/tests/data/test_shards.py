@@ -83,7 +83,7 @@ def test_a_name_that_a_shard_holds_twice_is_an_error(tmp_path: Path) -> None:
     put(tmp_path / "w.tar", {"a.video.npy": video, "a.VIDEO.npy": video})
     with pytest.raises(DataError) as refused:
         open_(tmp_path)
-    assert "it holds a.VIDEO.npy twice" in str(refused.value)
+    assert "it contains a.VIDEO.npy twice" in str(refused.value)
 
 
 def test_a_packed_tar_is_refused_with_the_way_out(tmp_path: Path) -> None:

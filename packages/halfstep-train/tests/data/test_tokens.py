@@ -149,7 +149,7 @@ def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) ->
     (tmp_path / "text.bin").write_text("Größer als ein Byte.\n" * 20)
     shard(tmp_path / "short.bin", [1, 2, 3], count=9)
     shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
-    for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "hold text: 'Größer"),
+    for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "contain text: 'Größer"),
                        ("short", "header claims 9"),
                        ("newer", "version 2")):  # fmt: skip
         with pytest.raises(DataError, match=word):

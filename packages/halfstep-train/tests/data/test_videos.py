@@ -135,7 +135,7 @@ def test_frames_of_other_sizes_and_masks_without_frames_are_named(tmp_path: Path
     assert len(skipping.skipped) == 1
     for file in (tmp_path / "02" / "frames").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match="02 holds 0 frames and 4 masks"):
+    with pytest.raises(DataError, match="02 contains 0 frames and 4 masks"):
         find(tmp_path)
 
 

@@ -150,7 +150,7 @@ def test_a_capsule_of_another_version_names_the_one_that_reads_it(faulty_run: Pa
 
 
 def test_a_run_with_none_and_a_run_with_several_say_what_to_name(faulty_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds 1 capsule") as refused:
+    with pytest.raises(CheckpointError, match="contains 1 capsule") as refused:
         capsule.read_capsule(faulty_run)
     assert "00000002" in refused.value.fix
     with pytest.raises(CheckpointError, match="has no capsules"):

@@ -13,10 +13,13 @@ from test_capsules_of_runs import run
 from torch import Tensor, nn
 
 import halfstep as hs
+import halfstep_train
 import planted_causes as planted
 from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.evidence import capsule, causes
 from halfstep.evidence.causes import diagnose
+from halfstep.evidence.ranges import FOREIGN
+from halfstep.our_code import OURS
 from halfstep_train.cli.main import main
 from halfstep_train.run.capsules import build_capsule_subject, replay_run
 
@@ -171,3 +174,19 @@ def test_a_codebook_that_grew_is_an_overflow_of_the_format_and_no_divergence(tmp
         step.finish()
         found = hs.replay(capsule.list_capsules(tmp_path)[0], model, model)
     assert found.cause == causes.OVERFLOW
+
+
+# --- lines of workloads and models are the user's, other lines are halfstep's ---
+
+ROOT = Path(halfstep_train.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("room", "is_ours"),
+    [("run", True), ("kernels", True), ("tune", True), ("data", True), ("workloads", False), ("models", False)],
+)
+def test_files_of_every_room_but_models_and_workloads_are_halfstep_s(room: str, is_ours: bool) -> None:
+    assert (ROOT / room).is_dir()
+    file = str(ROOT / room / "any.py")
+    assert file.startswith(FOREIGN) is is_ours
+    assert file.startswith(OURS)

@@ -391,7 +391,7 @@ def test_images_are_not_larger_than_the_pictures(
         assert (f"{sides[0]}×{sides[1]}" in shown) == (sides[0] < 512)
 
 
-def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
+def test_demo_data_keep_their_own_recipe() -> None:
     look = a_look(80, is_demo=True, store={"num_classes": 2, "channels": 3})
     found = make_suggestions(
         situation(workload="unet", goal="quality", data=look, data_dir=None, hardware=UNTRACED_CPU)

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_tiny import text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
+from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import VggDistance
 from halfstep_train.models.posterior import draw_latent, kl_divergence, split_moments
 from halfstep_train.workloads.diffusion.diffusers_nets import (
     CODEC,
     VAE,
     build_net,
-    check_side,
     decode_scaled,
     dump_config,
     find_net_folder,
@@ -68,12 +68,12 @@ def test_a_level_that_is_not_there_cannot_have_attention() -> None:
         make_unet_config(**SMALL, attention=(2,))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("side", [12, 20, 4])
-def test_images_that_cannot_be_halved_are_refused_with_sides_that_can(side: int) -> None:
-    with pytest.raises(ConfigError, match=f"{side} pixels cannot be halved 3 times") as refusal:
-        check_side(side, 3, "the U-Net halves them", "data.image_size")
-    assert str(8 * (side // 8 + 1)) in str(refusal.value)
-    check_side(16, 3, "the U-Net halves them", "data.image_size")
+@pytest.mark.parametrize(("side", "near"), [(13, 16), (20, 16), (4, 8)])
+def test_images_that_cannot_be_halved_are_refused_with_a_side_that_can(side: int, near: int) -> None:
+    with pytest.raises(ConfigError, match=f"{side} pixels: the side must be a multiple of 8") as refusal:
+        divide_side(side, 8, LEVELS_HALVE)
+    assert refusal.value.fix == f"data.image_size={near}"
+    assert divide_side(16, 8, LEVELS_HALVE) == 2
 
 
 def test_folders_of_diffusers_are_opened_and_others_are_named(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_folder_with_python_objects_in_its_weights_is_refused_without_torchs_a
             torch.save({**load_file(file), "seed": Fraction(1, 3)}, file.with_name(name))
             file.unlink()
     for open_folder in (lambda: open_net(vae, [VAE]), lambda: open_text(str(text))):
-        with pytest.raises(ModelError, match=r"it holds Python objects \(fractions.Fraction\)") as caught:
+        with pytest.raises(ModelError, match=r"it contains Python objects \(fractions.Fraction\)") as caught:
             open_folder()
         assert "weights_only" not in str(caught.value)
         assert "safetensors" in caught.value.fix

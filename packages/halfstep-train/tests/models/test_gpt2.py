@@ -153,7 +153,7 @@ def test_an_output_layer_of_its_own_and_other_models_are_refused(tmp_path: Path)
     with pytest.raises(ModelError, match="has a separate output layer"):
         load_gpt2_(small(), tmp_path / "untied.safetensors")
     save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.safetensors")
-    with pytest.raises(ModelError, match="holds no GPT-2"):
+    with pytest.raises(ModelError, match="contains no GPT-2"):
         load_gpt2_(small(), tmp_path / "resnet.safetensors")
 
 

@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit_are_an_error_and_leave_the_settings_alone(
     folder = one_epoch(tmp_path)
     before = (folder / "config.yaml").read_text()
     monkeypatch.setattr(tiny_workload, "Net", Wider)
-    with pytest.raises(CheckpointError, match="does not hold the weights of this model"):
+    with pytest.raises(CheckpointError, match="does not contain the weights of this model"):
         resume(folder, "train.epochs=2")
     assert (folder / "config.yaml").read_text() == before
 
@@ -145,7 +145,7 @@ def test_generators_of_gpus_that_are_gone_are_named() -> None:
     states = read_generators()
     assert restore_generators(states) == []
     more = states | {"cuda": [*states["cuda"], torch.zeros(16, dtype=torch.uint8)]}
-    assert "random generators of the others start over" in restore_generators(more)[0]
+    assert "random generators of the other devices start over" in restore_generators(more)[0]
 
 
 def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:

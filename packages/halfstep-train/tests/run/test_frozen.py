@@ -150,7 +150,7 @@ def test_it_is_in_no_optimizer_average_checkpoint_or_snapshot(made_here: Path) -
     assert len(known["checksum"]) == 64
 
 
-def test_trials_share_it(tmp_path: Path) -> None:
+def test_trials_share_it() -> None:
     config = from_dict("frozen_workload:build", SETTINGS).config
     workload = build_workload(config)
     with RunRehearsal(config, workload).begin(decide_plan(config, workload, probe("cpu"))) as trial:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 
-from halfstep.hardware.probe import probe
-from halfstep.precision.plan import Plan
 from halfstep.step.facts import Reading
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import RunReport
-from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.journal import COMPILING, Journal, Pace, Waiting
 from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.workloads import from_dict
-from whole_runs import run
+from whole_runs import assemble_run, run
 
 
 class HandClock:
@@ -30,14 +28,14 @@ class HandClock:
         return self.now_s
 
 
-@pytest.fixture
-def plan() -> Plan:
-    config = from_dict("tiny_workload:build", {"data.dir": "anywhere", "device": "cpu", "precision": "fp32"}).config
-    return decide_plan(config, build_workload(config), probe("cpu"))
+TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "precision": "fp32", "train.report_every": 10}
 
 
-def journal(folder: Path, plan: Plan) -> Journal:
-    return Journal(RunReport(folder, quiet=True), plan, epochs=2, report_every=10, metric="accuracy", total_steps=24)
+def journal(folder: Path, total_steps: int, epochs: int = 2, *, quiet: bool = False) -> Journal:
+    parts = assemble_run(from_dict("tiny_workload:build", TINY).config)
+    told = Journal(RunReport(folder, quiet=quiet), dataclasses.replace(parts, total_steps=total_steps))
+    told.epochs = epochs
+    return told
 
 
 def fact(attempted: int, loss: float) -> Reading:
@@ -50,10 +48,8 @@ def bar_of(journal: Journal) -> Bar:
     return journal._bar
 
 
-def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_readable(
-    tmp_path: Path, plan: Plan
-) -> None:
-    told = journal(tmp_path, plan)
+def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_readable(tmp_path: Path) -> None:
+    told = journal(tmp_path, 24, quiet=True)
     for epoch in range(2):
         with told.show_training(epoch, 12):
             assert "fp32" in bar_of(told).format_parts()
@@ -66,8 +62,8 @@ def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_rea
     told.report.close()
 
 
-def test_bar_record_and_epoch_line_show_the_same_losses(tmp_path: Path, plan: Plan) -> None:
-    told = journal(tmp_path, plan)
+def test_bar_record_and_epoch_line_show_the_same_losses(tmp_path: Path) -> None:
+    told = journal(tmp_path, 24, quiet=True)
     with told.show_training(0, 12):
         for attempted in range(12):
             told.observe(None, fact(attempted, 1.0 / (attempted + 1)))
@@ -109,9 +105,9 @@ def test_the_time_left_is_that_of_the_whole_run_with_its_validations_and_without
 
 
 def test_two_lines_for_each_epoch_name_mean_best_and_time_left(
-    tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Journal(RunReport(tmp_path), plan, epochs=2, report_every=10, metric="accuracy", total_steps=4)
+    told = journal(tmp_path, 4)
     stopping, clock = EarlyStopping(mode="max", patience=0), HandClock()
     told.pace = Pace(4, clock=clock)
     for epoch, score in enumerate((0.75, 0.5)):
@@ -131,8 +127,8 @@ def test_two_lines_for_each_epoch_name_mean_best_and_time_left(
     assert len(lines) == 4
 
 
-def test_nan_is_never_called_the_best(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    told = Journal(RunReport(tmp_path), plan, epochs=2, report_every=10, metric="accuracy", total_steps=4)
+def test_nan_is_never_called_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = journal(tmp_path, 4)
     stopping = EarlyStopping(mode="max", patience=1)
     is_best = stopping.observe(math.nan, 0)
     told.record_epoch(0, 2, {}, {"loss": math.nan, "accuracy": math.nan}, stopping=stopping, is_best=is_best)
@@ -152,9 +148,9 @@ def test_a_validation_whose_loss_is_nan_is_never_the_best(tmp_path: Path, capsys
 
 
 def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(
-    tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Journal(RunReport(tmp_path), plan, epochs=1, report_every=10, metric="accuracy")
+    told = journal(tmp_path, 0, epochs=1)
     with told.show_training(0, 3):
         told.exclude_compiling()
         told.record_step(1, 1.0, Waiting())

@@ -210,7 +210,7 @@ def test_frozen_parts_are_stored_in_half_and_have_no_gradients() -> None:
     assert 0 < half < full
 
 
-def test_a_model_that_reads_values_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_reads_values_is_refused_with_what_to_do() -> None:
     workload = build_tiny(tiny())
 
     def forward(model: Any, batch: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from typing import Any
 
@@ -178,15 +177,6 @@ def test_a_penalty_of_what_is_not_tracked_is_refused() -> None:
         step(lambda x: step.grad(model(x), x).sum(), [X])
 
 
-class Failing(torch.optim.SGD):
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            raise KeyError("mine")
-        return super().step(closure)
-
-
 class FailingBetweenGroups(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -205,25 +195,3 @@ def test_an_optimizer_that_raises_between_its_groups_says_that_weights_may_be_ha
     (note,) = error.value.__notes__
     assert "FailingBetweenGroups may have stepped some of its parameters" in note
     assert "may be between two steps" in note
-
-
-def test_an_optimizer_that_raises_after_another_stepped_leaves_that_one_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizers = [torch.optim.AdamW(model[0].parameters(), 0.1, fused=True), Failing(model[1].parameters(), 0.1)]
-
-    def loss_fn(x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    step, x = hs.Step(model, optimizers, "fp32"), torch.randn(8, 4)
-    step(loss_fn, [x])
-    saved = copy.deepcopy({"model": model.state_dict(), "step": step.state_dict()})
-    Failing.fails = True
-    with pytest.raises(KeyError, match="mine") as error:
-        step(loss_fn, [x])
-    assert "Failing may have stepped some of its parameters" in error.value.__notes__[0]
-    assert step.attempted == 1
-    assert torch.equal(model[0].weight, saved["model"]["0.weight"])
-    Failing.fails = False
-    model.load_state_dict(saved["model"])
-    step.load_state_dict(saved["step"])
-    assert step(loss_fn, [x]).committed

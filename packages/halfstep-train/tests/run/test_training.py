@@ -114,7 +114,7 @@ def test_out_of_memory_names_the_ways_out() -> None:
     assert "train.memory" not in explain_out_of_memory(cause, low, "", 1, torch.device("cpu")).fix
 
 
-def test_a_loss_of_nothing_is_an_error_in_words_and_a_loss_alone_counts_by_samples(tmp_path: Path) -> None:
+def test_a_loss_of_nothing_is_an_error_in_words_and_a_loss_alone_counts_by_samples() -> None:
     loaded = load("tiny_workload:build", overrides=["train.epochs=1", "device=cpu", "data.num_workers=0"])
     workload = build_workload(loaded.config)
     batch = {"image": torch.zeros(5, 2, 8, 8), "label": torch.zeros(5, dtype=torch.long)}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.tune.fresh_thread import _Errand, run_in_fresh_thread
 from halfstep_train.tune.memory_low import CannotRun, Cost, NotCaptured
 from halfstep_train.tune.mode_search import FoundMode, ModeSearch, find_fastest_mode
-from halfstep_train.tune.trials import MOST_S, ROUNDS, TIMED_STEPS, TrialTime
+from halfstep_train.tune.trials import CANDIDATES, LASTING_S, MOST_S, ROUNDS, TIMED_STEPS, TrialTime, time_lasting_step
 from halfstep_train.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, ScriptedRehearsal, made
 
@@ -47,9 +55,7 @@ def test_the_simplest_mode_wins_that_is_as_fast_as_the_fastest(times: dict[str, 
     assert find_fastest_mode({label: Cost(ms, 1) for label, ms in times.items()}) == mode
 
 
-def test_a_long_run_tries_everything_and_says_what_each_part_gained(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_tries_everything_and_says_what_each_part_gained(demo: Path) -> None:
     machine = Machine(USUAL)
     found = searched(demo, machine, 3 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph", "compile", "graph cudnn", "graph cudnn tuned"]
@@ -68,7 +74,7 @@ def test_a_long_run_tries_everything_and_says_what_each_part_gained(
     assert (found.eager_ms, found.ms, found.untried) == (30.0, 11.0, ())
 
 
-def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path) -> None:
     same = {**USUAL, "graph": 20.0, "compile cudnn": 19.9, "compile tuned": 19.8, "eager NCHW": 29.8}
     found = searched(demo, Machine(same), 3 * HOUR)
     expected = {"mode": "compile", "channels_last": True, "cudnn_benchmark": False, "tunes_kernels": False}
@@ -80,9 +86,7 @@ def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypat
 
 
 @pytest.mark.parametrize(("run_s", "is_taken"), [(1200.0, False), (3 * HOUR, True)])
-def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, run_s: float, is_taken: bool
-) -> None:
+def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(demo: Path, run_s: float, is_taken: bool) -> None:
     machine = Machine({**USUAL, "graph cudnn": 14.8, "graph tuned": 14.8})
     found = searched(demo, machine, run_s)  # of 40,000 steps 8 s are saved, of 360,000 72
     assert found.fields["cudnn_benchmark"] is is_taken
@@ -90,7 +94,7 @@ def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(
     assert gain.is_taken is is_taken
 
 
-def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_is_not_compiled_for(demo: Path) -> None:
     machine = Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1)
     found = searched(demo, machine, 600.0)
     assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
@@ -98,9 +102,7 @@ def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyP
     assert (found.fields["mode"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
 
 
-def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(demo: Path) -> None:
     machine = Machine(USUAL)
     found = searched(demo, machine, HOUR)
     assert machine.tried[-1] == "graph cudnn"
@@ -108,7 +110,7 @@ def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
     assert found.untried == ("kernel tuning",)
 
 
-def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_starts_use_up_the_share_of_later_ones(demo: Path) -> None:
     machine = Machine(USUAL, start_s={"graph": 170.0})
     found = searched(demo, machine, HOUR)  # 180 s for all starts
     assert found.fields["mode"] == "graph"
@@ -116,9 +118,7 @@ def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pyt
     assert [str(gain) for gain in found.fields["gains"]][1:] == ["graph 2.00x, 30.0 -> 15.0 ms"]
 
 
-def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_more_than_they_may(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_more_than_they_may(demo: Path) -> None:
     no_graph = {"graph": NotCaptured("it waits for the device")}
     machine = Machine(USUAL, start_s={"graph": 200.0}, broken=no_graph)
     found = searched(demo, machine, HOUR)  # 180 s for all starts
@@ -127,7 +127,7 @@ def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_m
     assert found.untried == ("cudnn.benchmark", "kernel tuning")
 
 
-def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path) -> None:
     machine = Machine(USUAL, trial_s=25.0)
     found = searched(demo, machine, 10 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph"]  # 75 s: the fourth may not begin after 60
@@ -135,7 +135,7 @@ def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypa
     assert found.fields["mode"] == "graph"
 
 
-def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_only_compiled_runs_compiled(demo: Path) -> None:
     only = {**dict.fromkeys(USUAL, None), "compile": 20.0, "compile cudnn": None, "compile tuned": None}
     found = searched(demo, Machine(only), 3 * HOUR)
     assert found.fields["mode"] == "compile"
@@ -144,9 +144,7 @@ def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.M
     assert "compile + cudnn.benchmark not possible" in found.fields["mode_reason"]
 
 
-def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(demo: Path) -> None:
     machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"graph": CannotRun("no assembler")})
     found = searched(demo, machine, 3 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph", "eager cudnn"]
@@ -154,7 +152,7 @@ def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
     assert (found.fields["mode"], found.is_final, found.untried) == ("eager", False, ())
 
 
-def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path) -> None:
     machine = Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
                                                "graph cudnn tuned": 13.0})  # fmt: skip
     found = searched(demo, machine, 3 * HOUR, train__channels_last=True, train__tune_kernels=True)
@@ -174,3 +172,192 @@ def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
         assert trial.parts.step.attempted - before == whole - ROUNDS * TIMED_STEPS + 1
     assert short.run_s is not None
     assert short.starts_s > 0
+
+
+# --- time limits of trials ---
+
+
+class Hands:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_limit_is_a_minute_until_the_run_is_known_to_be_short() -> None:
+    time = TrialTime(1000, most_s=MOST_S)
+    assert time.limit_s == 60
+    time.expect(0.1)
+    assert time.limit_s == pytest.approx(5)
+    time.expect(10)
+    assert time.limit_s == 60
+
+
+def test_time_is_over_when_steps_took_it_and_starts_are_counted_apart() -> None:
+    hands = Hands()
+    time = TrialTime(1000, most_s=MOST_S, clock=hands)
+    time.expect(1.0)
+    with time.count_start():
+        hands.now += 40
+    assert (time.starts_s, time.spent_s, time.is_over) == (40, 0, False)
+    hands.now += 49.9
+    assert not time.is_over
+    hands.now += 0.1
+    assert time.is_over
+    assert time.for_one_s == 0
+
+
+def test_all_starts_together_fit_into_a_twentieth_of_the_run() -> None:
+    hands = Hands()
+    time = TrialTime(1000, most_s=MOST_S, clock=hands)
+    assert time.has_room_for(1e6)  # nothing is known yet
+    time.expect(1.0)
+    assert time.has_room_for(50)
+    assert not time.has_room_for(51)
+    with time.count_start():
+        hands.now += 30
+    assert time.has_room_for(20)
+    assert not time.has_room_for(21)
+
+
+def test_one_candidate_does_not_use_up_what_the_others_need() -> None:
+    hands = Hands()
+    time = TrialTime(1000, most_s=MOST_S, clock=hands)
+    assert time.for_one_s == MOST_S / CANDIDATES
+    hands.now += 50
+    assert time.for_one_s == 10
+
+
+def test_without_a_limit_nothing_is_ever_over() -> None:
+    time = TrialTime()
+    time.expect(1e9)
+    assert not time.is_over
+    assert time.has_room_for(1e9)
+
+
+class HotDevice:
+    """Steps of 20 ms that take 22 once it has worked for half a second."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.hands, self.began, self.steps = hands, hands.now, 0
+
+    def round(self, num_steps: int) -> float:
+        began = self.hands.now
+        for _ in range(num_steps):
+            self.hands.now += 0.020 if self.hands.now - self.began < 0.5 else 0.022
+        self.steps += num_steps
+        return (self.hands.now - began) / num_steps
+
+
+def test_a_step_is_timed_until_its_device_is_hot() -> None:
+    hands = Hands()
+    device = HotDevice(hands)
+    assert time_lasting_step(device.round, TrialTime(clock=hands), LASTING_S) == pytest.approx(0.022)
+    assert device.steps * 0.020 < 2 * LASTING_S
+
+
+def test_a_device_that_does_not_get_hot_is_timed_for_a_few_rounds() -> None:
+    hands = Hands()
+    device = HotDevice(hands)
+    assert time_lasting_step(device.round, TrialTime(clock=hands), 0.0) == pytest.approx(0.020)
+    assert device.steps == 1 + ROUNDS * TIMED_STEPS
+
+
+def test_a_short_run_has_no_time_for_a_hot_device() -> None:
+    hands = Hands()
+    device, time = HotDevice(hands), TrialTime(200, most_s=MOST_S, clock=hands)  # 4 s, so 0.2 for trials
+    assert time_lasting_step(device.round, time, LASTING_S) == pytest.approx(0.020)
+    assert time.spent_s <= 0.020 + 0.2 / CANDIDATES + 0.020  # one to begin with, and one begun in time
+
+
+def test_a_device_that_rests_between_rounds_rests_seldom() -> None:
+    hands = Hands()
+    began = hands.now
+
+    def a_round(num_steps: int) -> float:
+        """Steps of 22 ms, and two of 20 after a rest."""
+        took = sum(0.020 if step < 2 else 0.022 for step in range(num_steps))
+        hands.now += took
+        return took / num_steps
+
+    assert 0.0216 < time_lasting_step(a_round, TrialTime(clock=hands), LASTING_S) < 0.022
+    assert hands.now - began < 2 * LASTING_S
+
+
+# --- trials in a fresh thread ---
+
+CPU = torch.device("cpu")
+
+
+def test_results_and_errors_come_through() -> None:
+    assert run_in_fresh_thread(threading.get_ident, CPU) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        run_in_fresh_thread(lambda: 1 // 0, CPU)
+
+
+def test_backward_runs_in_the_same_thread_and_context_variables_of_the_caller_hold() -> None:
+    setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="unset")
+    setting.set("callers")
+    threads: list[int] = []
+
+    def work() -> tuple[int, str, bool]:
+        x = torch.ones(2, requires_grad=True)
+
+        def seen(grad: Tensor) -> None:
+            threads.append(threading.get_ident())
+
+        (x * 2).register_hook(seen)
+        y = x * 2
+        y.register_hook(seen)
+        y.sum().backward()
+        return threading.get_ident(), setting.get(), torch.autograd.is_multithreading_enabled()
+
+    ident, value, is_multithreaded = run_in_fresh_thread(work, CPU)
+    assert threads == [ident]
+    assert value == "callers"
+    assert not is_multithreaded
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def test_ctrl_c_ends_the_work_and_is_raised_after_its_clean_up() -> None:
+    events: list[str] = []
+
+    def work() -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            events.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_fresh_thread(work, CPU)
+    assert events == ["cleaned up"]
+
+
+class CutOff(_Errand[None]):
+    """As if an interrupt came right before it would say that it has ended."""
+
+    def run(self) -> None:
+        pass
+
+
+def test_a_thread_that_could_not_say_that_it_ended_is_not_waited_for() -> None:
+    errand = CutOff(lambda: None, CPU)
+    errand.start()
+    waiting = threading.Thread(target=errand.wait, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_code_is_compiled_after_a_thread_that_compiled_is_gone() -> None:
+    def compiled() -> float:
+        torch.compiler.reset()
+        return float(torch.compile(lambda x: x * 2, backend="eager")(torch.ones(())))
+
+    assert [run_in_fresh_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
+    assert compiled() == 2.0

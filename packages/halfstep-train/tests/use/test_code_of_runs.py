@@ -62,7 +62,7 @@ def test_code_of_another_account_is_run_only_with_trust(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "another"))
     assert halfstep(*words) == 2
     told = capsys.readouterr().err
-    assert f"names the code {WORKLOAD}, which is not what you trained this run with" in told
+    assert f"names the code {WORKLOAD}, which differs from the code that trained this run" in told
     assert str(folder.parent / f"{MODULE}.py") in told
     assert "--trust" in told
     assert not (folder.parent / "ran").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,12 @@ from halfstep_train.cli.compare import parse_budget
 from halfstep_train.cli.report import render_comparison_page
 from halfstep_train.run.train import train
 from halfstep_train.use.compare import (
-    CompareRequest,
     Comparison,
     collect_settings,
     measure_time_to_quality,
     open_comparison,
 )
-from halfstep_train.use.compare_run import ComparedRow, RunOutcome, train_row
+from halfstep_train.use.compare_run import ComparedRow, CompareRequest, RunOutcome, run_in_parallel, train_row
 from halfstep_train.use.compare_table import (
     build_columns,
     build_lines,
@@ -41,6 +42,10 @@ TWO = ("--rows", "plain: precision=fp32", "clipped: precision=fp32 train.clip_no
 @pytest.fixture(autouse=True)
 def example_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[4] / "examples")
+
+
+def request_one(row: ComparedRow) -> CompareRequest:
+    return CompareRequest(target=MOONS, overrides=SMALL, rows=(row,))
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -79,7 +84,7 @@ def test_rows_by_settings_are_judged_by_half_a_point_and_go_on_where_they_stood(
     assert "money/run" in text
     whole = json.loads((out / "comparison.json").read_text())
     # As if it had been interrupted after three runs: only the others are trained, and the same numbers come out.
-    (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3], "ended": ""}))
+    (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3]}))
     again, text_again, progress = run(capsys, "--resume", str(out))
     assert again == code
     assert progress.count(", seed ") == 7
@@ -90,13 +95,13 @@ def test_rows_by_settings_are_judged_by_half_a_point_and_go_on_where_they_stood(
 
 def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:
     row = ComparedRow(name="wild", overrides=("optimizer.lr=1e30", "train.clip_norm=0", "guard.max_consecutive=1"))
-    outcome = train_row(row, 0, tmp_path / "wild", target=MOONS, overrides=SMALL)
+    rows = (ComparedRow(name="a", overrides=("precision=fp32",)), row)
+    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, margin=0.1)
+    outcome = train_row(request, row, 0, tmp_path / "wild")
     assert math.isnan(outcome.value)
     assert (outcome.end, bool(outcome.stopped)) == ("stopped", True)
     stored = RunOutcome.from_json(json.loads(json.dumps(outcome.to_json())))
     assert (stored.end, stored.stopped) == (outcome.end, outcome.stopped)
-    rows = (ComparedRow(name="a", overrides=("precision=fp32",)), row)
-    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, margin=0.1)
     runs = [timed("a", 0, [0.5, 0.8]), outcome]
     comparison = Comparison(request=request, runs=runs, settings=collect_settings(request))
     wild = build_lines(comparison)[1]
@@ -175,11 +180,11 @@ def test_a_table_wider_than_the_terminal_is_split_and_not_cut() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("baseline", "everything else"))
     runs = [timed(row.name, seed, [0.5 + seed / 1e6], joules=123_456.0) for row in rows for seed in range(3)]
     request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2, margin=0.05)
-    lines = build_lines(Comparison(request=request, runs=runs))
+    comparison = Comparison(request=request, runs=runs, settings={row.name: {} for row in rows})
     console = Console(width=80, file=io.StringIO(), record=True)
-    show_comparison(lines, "accuracy", [], console)
-    said = console.export_text()
-    cells = [cell for column in build_columns(lines, "accuracy").values() for cell in column]
+    show_comparison(comparison, console)
+    said = console.export_text().split("margin 0.05")[0]
+    cells = [cell for column in build_columns(build_lines(comparison), "accuracy").values() for cell in column]
     assert all(cell in said for cell in cells)
     assert max(map(len, said.splitlines())) <= 80
     assert said.count("everything else") == 2, "one row in each of two tables"
@@ -314,7 +319,7 @@ def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.Captur
     rows = tuple(ComparedRow(name=name, overrides=("precision=fp32", f"train.clip_norm={clip}"))
                  for name, clip in (("plain", 1), ("clipped", 0.5)))  # fmt: skip
     request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, seeds=5, margin=0.5, budget_s=1e-9)
-    found = train_row(rows[0], 0, place, target=MOONS, overrides=SMALL)
+    found = train_row(request, rows[0], 0, place)
     assert list(place.glob("checkpoints/step-*")), "killed now, it goes on from here"
     (tmp_path / "c" / "comparison.json").write_text(
         Comparison(request=request, settings=collect_settings(request), runs=[found], spent_s=1.0).to_json()
@@ -328,8 +333,9 @@ def test_a_run_without_a_usable_checkpoint_is_named_with_what_to_do(tmp_path: Pa
     broken = tmp_path / "run" / "checkpoints" / "step-00000004"
     broken.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(f"workload: {MOONS}\n")
+    row = ComparedRow(name="a", overrides=())
     with pytest.raises(CheckpointError) as found:
-        train_row(ComparedRow(name="a", overrides=()), 0, tmp_path / "run", target=MOONS, overrides=SMALL)
+        train_row(request_one(row), row, 0, tmp_path / "run")
     assert f"delete {tmp_path / 'run'}" in found.value.fix
 
 
@@ -358,11 +364,11 @@ def test_budgets_are_read_in_seconds_minutes_and_hours() -> None:
 def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_its_time(tmp_path: Path) -> None:
     # A schedule that does not follow the length of the run: cut short it trains as the whole one does.
     row = ComparedRow(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
-    whole = train_row(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
+    whole = train_row(request_one(row), row, 0, tmp_path / "whole")
     cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
     train(load(MOONS, overrides=[*cut, *row.overrides]), out=tmp_path / "cut")
     (tmp_path / "cut" / "report" / "summary.json").unlink()
-    resumed = train_row(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
+    resumed = train_row(request_one(row), row, 0, tmp_path / "cut")
     assert resumed.value == whole.value
     assert (whole.alone, resumed.alone) == (True, False)
 
@@ -371,6 +377,24 @@ def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: P
     words = [*SMALL, "train.seed=0", "precision=fp32", "log.quiet=true"]
     out = train(load(MOONS, overrides=words), out=tmp_path / "run")
     (out / "report" / "summary.json").unlink()
-    found = train_row(ComparedRow(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)
+    row = ComparedRow(name="plain", overrides=("precision=fp32",))
+    found = train_row(request_one(row), row, 0, out)
     assert math.isfinite(found.value)
     assert found.summary["metric"] == "accuracy"
+
+
+# --- parallel runs end with their comparison ---
+
+
+def at_once_or_in_minutes(row: ComparedRow, seed: int, place: Path) -> RunOutcome:
+    time.sleep(600 * seed)
+    return RunOutcome(row=row.name, seed=seed, value=0.5, curve=(), summary={}, alone=False)
+
+
+@pytest.mark.slow
+def test_a_comparison_that_stops_waits_for_no_run_under_way_or_to_come(tmp_path: Path) -> None:
+    jobs = [(ComparedRow(name="a", overrides=()), seed, tmp_path) for seed in range(5)]
+    outcomes = run_in_parallel(at_once_or_in_minutes, jobs, 2)
+    assert next(outcomes).seed == 0
+    outcomes.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()

@@ -21,6 +21,7 @@ from halfstep.precision.decide import decide
 from halfstep.step.facts import read_rng_state
 from halfstep_train.cli.main import main
 from halfstep_train.use.observe_step import dry_run
+from halfstep_train.workloads import load
 
 
 class Scaled(nn.Module):
@@ -143,7 +144,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("target", ["fp16", "bf16-true", "fp8"])
 def test_a_workload_is_judged_in_each_format(target: DryRunTarget) -> None:
-    rows = dry_run("tiny_workload:build", target, flags={}, overrides=SMALL)
+    rows = dry_run("tiny_workload:build", load("tiny_workload:build", overrides=[*SMALL, "precision=fp32"]), target)
     assert {row.module for row in rows} >= {"head"}
     if target == "bf16-true":
         assert {row.kind for row in rows} == {"activations", "gradients", "weights", "updates"}

@@ -140,7 +140,7 @@ def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path
     for path in masks.iterdir():
         path.unlink()
         Image.fromarray(np.full((64, 64), 7, dtype=np.uint8)).save(path)
-    with pytest.raises(DataError, match="hold the values 7, the run.s classes are 0, 255"):
+    with pytest.raises(DataError, match="contain the values 7, the run.s classes are 0, 255"):
         evaluated(unet, data=tmp_path / "other", out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -258,7 +258,7 @@ def test_weights_of_another_model_are_refused(unet: Path, tmp_path: Path) -> Non
     run = copied(unet, tmp_path / "run")
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("base_channels: 4", "base_channels: 6"))
-    with pytest.raises(CheckpointError, match="does not hold the weights of this run's unet"):
+    with pytest.raises(CheckpointError, match="does not contain the weights of this run's unet"):
         evaluated(run)
 
 

@@ -51,7 +51,7 @@ def test_the_five_lines_hold_for_a_clean_run(clean: Path, capsys: pytest.Capture
     assert code == 0, lines
     assert list(lines)[:5] == FIVE
     assert all(lines[name]["verdict"] == "holds" for name in FIVE)
-    assert "kept their bits" in lines[FIVE[1]]["observed"]
+    assert "stayed bit-equal" in lines[FIVE[1]]["observed"]
     assert "6 recorded rates" in lines[FIVE[3]]["observed"]
     assert lines["GPU use"]["verdict"] == "not measurable"
     assert before == {file: file.read_bytes() for file in clean.rglob("*") if file.is_file()}

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
-from halfstep_train.workloads.classification.scores import classification_loss, mix
+from halfstep_train.workloads.classification.scores import (
+    ClassificationMetrics,
+    classification_loss,
+    compute_ranks,
+    mix,
+)
+from halfstep_train.workloads.segmentation.scores import segmentation_loss
 
 BOTH = ImageAugmentConfig(mixup=0.2, cutmix=1.0)
 
@@ -109,3 +117,92 @@ def test_mixing_keeps_the_channels_last_layout() -> None:
     batch["image"] = batch["image"].to(memory_format=torch.channels_last)
     for spec in (ImageAugmentConfig(mixup=1.0), ImageAugmentConfig(cutmix=1.0)):
         assert mix(batch, spec, key=(0, 1))["image"].is_contiguous(memory_format=torch.channels_last)
+
+
+def counted(logits: Tensor, labels: Tensor, sizes: list[int], num_classes: int) -> ClassificationMetrics:
+    metrics = ClassificationMetrics(num_classes, confusion=True)
+    for part, label in zip(logits.split(sizes), labels.split(sizes), strict=True):
+        metrics.update(part, {"label": label})
+    return metrics
+
+
+def test_top1_and_top5_are_exact_whatever_the_batches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(37, 10, generator=generator), torch.randint(10, (37,), generator=generator)
+    top = logits.topk(5, dim=1).indices == labels.unsqueeze(1)
+    expected = {"top1": int(top[:, 0].sum()) / 37, "top5": int(top.any(dim=1).sum()) / 37}
+    for sizes in ([37], [16, 16, 5], [1] * 37):
+        assert counted(logits, labels, sizes, 10).compute() == expected
+
+
+def test_equal_logits_are_not_all_hits() -> None:
+    assert compute_ranks(torch.zeros(4, 6), torch.tensor([0, 1, 2, 5])).tolist() == [0, 1, 2, 5]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers_are_never_a_hit_for_another_class(bad: float) -> None:
+    logits = torch.zeros(2, 6)
+    logits[:, 5] = bad
+    assert compute_ranks(logits, torch.tensor([0, 1])).min() >= 1
+
+
+def test_the_confusion_matrix_and_the_classes_add_up() -> None:
+    logits = torch.eye(3)[torch.tensor([0, 1, 1, 2, 0])]
+    metrics = counted(logits, torch.tensor([0, 1, 2, 2, 2]), [2, 3], 3)
+    assert metrics.get_confusion().tolist() == [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
+    assert metrics.count_by_class() == [(1, 1), (1, 1), (3, 1)]
+
+
+def test_nothing_counted_is_no_score() -> None:
+    assert ClassificationMetrics(3).compute() == {}
+
+
+def test_counts_go_on_from_a_stored_state() -> None:
+    first, second = ClassificationMetrics(3), ClassificationMetrics(3)
+    first.update(torch.eye(3), {"label": torch.tensor([0, 1, 0])})
+    second.load_state_dict(first.state_dict())
+    second.update(torch.eye(3), {"label": torch.tensor([0, 1, 2])})
+    assert second.compute() == {"top1": 5 / 6}
+    assert first.compute() == {"top1": 2 / 3}
+
+
+# --- a compiled loss keeps no fp32 tensor as large as the logits ---
+
+PARTITIONED = "aot_eager_decomp_partition"
+"""inductor's own choice of what is kept and what is computed again, without a C++ compiler."""
+
+MASK = torch.arange(4 * 16 * 16).view(4, 16, 16) % 2
+LABEL = {"label": torch.arange(32) % 10}
+MIXED = {**LABEL, "label_b": LABEL["label"].roll(1), "lam": torch.full((32,), 0.3)}
+
+
+def large_kept(loss: Callable[[Tensor], Tensor], logits: Tensor) -> list[torch.dtype]:
+    """The formats of what is kept for backward and has as many values as the logits; booleans aside."""
+    found: dict[int, Tensor] = {}
+
+    def seen(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        loss(logits.clone().requires_grad_())
+    return [t.dtype for t in found.values() if t.numel() >= logits.numel() and t.dtype.is_floating_point]
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "num_eager"),
+    [
+        (lambda logits: segmentation_loss(logits, MASK), (4, 2, 16, 16), 3),
+        (lambda logits: classification_loss(logits, LABEL), (32, 10), 1),
+        (lambda logits: classification_loss(logits, MIXED, smoothing=0.1), (32, 10), 2),
+    ],
+)
+def test_a_compiled_loss_keeps_the_logits_in_their_own_format_only(
+    loss: Callable[[Tensor], Tensor], shape: tuple[int, ...], num_eager: int
+) -> None:
+    logits = torch.linspace(-3, 3, torch.Size(shape).numel()).view(shape).bfloat16()
+    assert large_kept(loss, logits) == [torch.float32] * num_eager  # eager has nobody to fuse it
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend=PARTITIONED, dynamic=False)
+    compiled(logits.clone().requires_grad_()).backward()
+    assert large_kept(compiled, logits) == [torch.bfloat16]

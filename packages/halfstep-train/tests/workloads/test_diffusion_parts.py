@@ -15,6 +15,7 @@ from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.data.seeds import Key
 from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.workloads.base.latent_store import CachedLatents, LatentCache, open_or_write_latents
 from halfstep_train.workloads.base.sheets import arrange_grid
 from halfstep_train.workloads.base.vae_format import choose_vae_format, measure_round_trips
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
@@ -31,6 +32,7 @@ from halfstep_train.workloads.diffusion.noise_schedule import (
 )
 from halfstep_train.workloads.diffusion.sampling import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
+from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 4)
@@ -267,3 +269,79 @@ def test_grids_hold_every_picture() -> None:
     assert sheet.shape == (2 * (4 + 2) + 2, 3 * (6 + 2) + 2, 3)
     assert sorted(set(sheet.reshape(-1).tolist())) == [0, 1, 2, 3, 4, 255]
     assert draw_path([images[:2], images[2:4]]).shape == (2 * 6 + 2, 2 * 8 + 2, 3)
+
+
+# --- decoupled diffusion: noising and sampling ---
+
+
+def test_the_truth_has_no_loss_and_gives_back_the_latent() -> None:
+    torch.manual_seed(0)
+    x0, noise, time = torch.randn(4, 3, 4, 4), torch.randn(4, 3, 4, 4), torch.tensor([1e-4, 0.1, 0.7, 1.0])
+    x_t = add_noise(x0, time, noise)
+    torch.testing.assert_close(recover_x0(x_t, time, -x0, noise), x0, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ddm_loss(-x0, noise, x0, noise, time, weighted=True, with_l1=True), torch.zeros(4))
+
+
+def test_noising_is_fp32_under_half_autocast() -> None:
+    """In bf16 a time below 1/256 would change nothing in 1 - t."""
+    x0, noise, time = torch.randn(2, 1, 2, 2).bfloat16(), torch.randn(2, 1, 2, 2).bfloat16(), torch.full((2,), 1e-3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = add_noise(x0, time, noise)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, add_noise(x0.float(), time, noise.float()))
+
+
+def test_steps_are_calls_or_one_call_more() -> None:
+    assert list_times(1) == (1.0, 1e-4)
+    assert list_times(1, split_last=False) == (1.0,)
+    assert list_times(5, split_last=False) == pytest.approx((1.0, 0.8, 0.6, 0.4, 0.2))
+    assert len(list_times(5)) == 6
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("split_last", [True, False])
+def test_a_perfect_network_samples_the_truth_whatever_the_draws(steps: int, split_last: bool) -> None:
+    """It knows x0, so it can tell the noise in x_t."""
+    x0 = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    times = list_times(steps, split_last=split_last)
+
+    def predict(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        t = time.view(-1, 1, 1, 1)
+        return -x0, (x - x0 * (1 - t)) / t.sqrt()
+
+    draws = [torch.randn_like(x0) for _ in times]
+    torch.testing.assert_close(sample_latents(predict, torch.randn_like(x0), draws, times), x0, rtol=1e-4, atol=1e-4)
+
+
+# --- latents on disk ---
+
+MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
+
+
+def open_or_write(path: Path, made_from: str, moments: torch.Tensor = MOMENTS) -> tuple[LatentCache, bool]:
+    return open_or_write_latents(path, made_from, 6, lambda: iter(moments.split(4)))
+
+
+def test_what_was_written_is_read_and_its_checksum_depends_on_the_numbers_only(tmp_path: Path) -> None:
+    first, same, other = (
+        open_or_write(tmp_path / name, made_from, moments)[0]
+        for name, moments, made_from in (("a", MOMENTS, "f"), ("b", MOMENTS, "g"), ("c", MOMENTS + 1, "f"))
+    )
+    assert torch.equal(first.moments, MOMENTS)
+    assert first.checksum == same.checksum != other.checksum
+
+
+def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:
+    samples = CachedLatents(MOMENTS, flip=0.5, extra={"label": torch.arange(6)})
+    indices = torch.tensor([4, 0, 3])
+    batch = samples.make_batch(indices, seed=1, epoch=2)
+    for row, index in enumerate(indices.tolist()):
+        alone = samples.sample(index, key=(1, 2, index))
+        assert torch.equal(batch["moments"][row], alone["moments"])
+        assert int(alone["label"]) == index
+    views = {int((s["moments"] == MOMENTS[0, 1]).all()) for e in range(8) for s in [samples.sample(0, key=(1, e, 0))]}
+    assert views == {0, 1}
+    plain = CachedLatents(MOMENTS)
+    assert all(
+        torch.equal(plain.sample(k, key=(1, e, k))["moments"], MOMENTS[k, 0]) for k in range(6) for e in range(4)
+    )

@@ -327,7 +327,7 @@ def refused(match: str, data: Path, kind: type[Exception] = ConfigError, **wish:
 
 def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str) -> None:
     levels = {"model__vae": vae, "model__channels": [8, 8, 8, 8]}
-    refused(r"8 pixels cannot be halved 4 times[\s\S]*data.image_size=16", data, **levels)
+    refused(r"8 pixels: the side must be a multiple of 16[\s\S]*data.image_size=16", data, **levels)
     refused(r"beta_start=0\.6 is above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
     refused("belong together", data, model__conditioning="text")
     refused("needs a VAE: model.vae=DIR", data, data__cache="latents")

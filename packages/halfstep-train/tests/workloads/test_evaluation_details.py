@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from halfstep.errors import ConfigError
+from halfstep_train.workloads.base.scheduled import Scheduled
+from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.classification.scores import ClassificationDetails
 from halfstep_train.workloads.segmentation.masks import IGNORED
 from halfstep_train.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
@@ -74,3 +79,31 @@ def test_an_image_counted_by_its_class_maps_has_the_counts_of_the_batch() -> Non
             single.add_image(predict_classes(logits)[index].byte(), mask[index], index)
         assert single.compute() == batched.compute()
         assert single.rank_images() == batched.rank_images()
+
+
+# --- values that follow a schedule are tensors ---
+
+
+def test_a_scheduled_value_begins_with_that_of_step_0() -> None:
+    tau = Scheduled(lambda step: 1.5 - step / 10)
+    assert tau.value.shape == ()
+    assert tau.value.dtype == torch.float32
+    assert float(tau.value) == 1.5
+    assert tau(5) == 1.0
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1j])
+def test_what_is_no_finite_number_is_refused_with_its_step(wrong: complex) -> None:
+    with pytest.raises(ConfigError, match="step 0"):
+        Scheduled(lambda step: wrong)  # type: ignore[arg-type, return-value]
+
+
+# --- samples on a sheet ---
+
+
+def test_the_worst_the_middling_and_the_best_are_shown_and_all_of_a_few() -> None:
+    ranked = [(index, index / 10) for index in range(9)]
+    assert pick_worst_to_best(ranked[:3], 2) == [("worst", 0, 0.0), ("worst", 1, 0.1), ("best", 2, 0.2)]
+    shown = [(kind, index) for kind, index, _ in pick_worst_to_best(ranked, 2)]
+    assert shown == [("worst", 0), ("worst", 1), ("median", 3), ("median", 4), ("best", 7), ("best", 8)]
+    assert pick_worst_to_best([], 2) == []

@@ -171,7 +171,7 @@ def test_vit_is_built_for_the_datas_classes(folder: Path, words: list[str]) -> N
 
 
 def test_a_vit_that_cannot_tile_the_validation_image_is_refused_before_training(folder: Path) -> None:
-    with pytest.raises(ModelError, match="40×40"):
+    with pytest.raises(ConfigError, match="40 pixels: the side must be a multiple of 16"):
         built(folder, "data.image_size=32", "data.eval_size=40", *TINY_VIT, workload="vit_s_16")
 
 

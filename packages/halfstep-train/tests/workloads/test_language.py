@@ -1,4 +1,4 @@
-"""The language family from a text to a loss: data, weights, accumulation, resume, bad input."""
+"""The demo's text: its entropy is what its own rules give, and a small model learns in seconds what pairs cannot."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from halfstep_train.workloads import load
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.language.config import LanguageConfig
+from halfstep_train.workloads.language.demo import BRACKETS, DEEPEST, write_demo
 from halfstep_train.workloads.language.gpt2 import GPT2, build_gpt2
 from halfstep_train.workloads.language.gpt2_weights import save_gpt2
 from halfstep_train.workloads.language.tokenizers import Bpe
@@ -38,6 +39,35 @@ from halfstep_train.workloads.language.writing import (
 )
 from tiny_runs import Told
 from whole_runs import final_state, resume
+
+
+def cost_of(line: str) -> float:
+    """Nats of one line, read off the text alone: which choices there were, and how many of each."""
+    cost = math.log(3)
+    if re.fullmatch(r"\d\+\d=\d+", line):
+        return cost + 2 * math.log(10)
+    if line[0] in "([{":
+        depth = 0
+        for place, character in enumerate(line):
+            opens = character in "([{"
+            if 0 < depth < DEEPEST and place:
+                cost += math.log(2)
+            cost += math.log(len(BRACKETS)) if opens else 0.0
+            depth += 1 if opens else -1
+        return cost
+    nouns = line.count("the ")
+    return cost + nouns * (math.log(8) + math.log(2)) + math.log(2) + math.log(8)
+
+
+def test_the_entropy_is_that_of_the_choices_that_can_be_read_off_the_text(tmp_path: Path) -> None:
+    write_demo(tmp_path / "data", num_train=400, num_val=100)
+    stored = json.loads((tmp_path / "data" / "entropy.json").read_text())["nats_per_character"]
+    for part in ("train", "val"):
+        text = (tmp_path / "data" / f"{part}.txt").read_text()
+        assert sum(map(cost_of, text.splitlines())) / len(text) == pytest.approx(stored[part], rel=1e-9)
+
+
+# --- runs: data, weights, accumulation, resume, bad input ---
 
 TINY = {"model.depth": 1, "model.heads": 2, "model.dim": 16, "model.context": 8, "data.num_workers": 0, "device": "cpu",
         "log.quiet": True, "train.batch_size": 4, "schedule.warmup_steps": 1, "precision.default": "fp32",
@@ -105,7 +135,7 @@ def test_validation_is_exact_over_the_whole_part(tmp_path: Path, text: Path) -> 
     assert scores(run)["loss"] == pytest.approx(nats / count, rel=1e-6)
 
 
-def test_accumulating_weighs_micro_batches_by_their_tokens(tmp_path: Path, text: Path) -> None:
+def test_accumulating_weighs_micro_batches_by_their_tokens(text: Path) -> None:
     """Two micro-batches, of which one has few tokens that count, give the gradient of all tokens at once."""
     from halfstep.hardware.probe import probe
     from halfstep.precision.decide import decide

@@ -119,7 +119,7 @@ def test_a_file_of_theirs_is_our_run(written: Path) -> None:
     for key in ("experiment_name", "dataset.train_pipeline.video_size", "dataset.val_pipeline.transforms.num_classes"):
         assert any(key in note and "not used: " in note for note in loaded.notes)
     assert "has no such setting" not in said
-    assert "--use-optimizations: bf16 is asked for, so TF32 stays off" in said
+    assert "--use-optimizations: bf16 is requested, so TF32 stays off" in said
 
 
 def test_without_a_data_folder_the_shards_are_not_read(written: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def refuse_special_file(path: Path) -> None:
         kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
         raise CheckpointError(
             f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file",
-            why="writing would replace it by a file, and reading could wait for ever",
+            why="writing would replace it with a file, and reading could block forever",
             fix="give the path of a regular file, or one that does not exist yet",
         )
 
@@ -276,7 +276,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise CheckpointError(
                 f"{folder} is being trained by another process",
-                why="two at once would write over each other's checkpoints and metrics",
+                why="two processes would overwrite each other's checkpoints and metrics",
                 fix="wait for it, or stop it first (Ctrl-C or SIGTERM: it saves everything)",
             ) from error
         except OSError as error:

@@ -141,7 +141,7 @@ def explain_refused_pickle(error: BaseException | None) -> str:
     while error is not None:
         if found := refusal.search(str(error)):
             name = next(filter(None, found.groups()))
-            return f"it holds Python objects ({name}), and halfstep does not execute code from a file"
+            return f"it contains Python objects ({name}), and halfstep does not execute code from a file"
         error = error.__cause__ or error.__context__  # diffusers raises its own over torch's
     return ""
 

@@ -175,7 +175,7 @@ TAMPERED = {
     "no last shard": (lambda f: (f / name_file(1)).unlink(), "rank-00001.safetensors is missing"),
     "foreign": (
         lambda f: shutil.copy(f.parent / "of another" / name_file(1), f / name_file(1)),
-        "rank-00001.safetensors (is of another save|has)",
+        "rank-00001.safetensors (belongs to another save|has)",
     ),
     "older": (
         lambda f: shutil.copy(f.parent / "of another" / name_file(1), f / name_file(2)),

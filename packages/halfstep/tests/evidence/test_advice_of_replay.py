@@ -597,7 +597,7 @@ def test_an_optimizer_that_replay_cannot_build_leaves_a_change_tried_on_the_one_
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
-def test_every_optimizer_is_built_again_from_its_record(tmp_path: Path, name: str) -> None:
+def test_every_optimizer_is_built_again_from_its_record(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 4, bias=False)  # Muon takes matrices alone
     plain = {"lr": 0.01, "weight_decay": 0.1}

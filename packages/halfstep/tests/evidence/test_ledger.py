@@ -1,18 +1,139 @@
-"""What really ran, held against the plan: planted differences are named by path, clean models have none."""
+"""Models with one thing planted that runs otherwise than the plan says."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from planted import Net, Planted, loss_of, step_of, window
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import ConfigError
+from halfstep.evidence.compiled_code import GraphRecorder, parse_module_path, read_graphs
 from halfstep.evidence.observer import Observer, count_flops
-from halfstep.evidence.precision_ledger import Ledger, LedgerRow
+from halfstep.evidence.precision_ledger import Ledger, LedgerRow, Weights, make_ledger, observe, undo_after
 from tiny_training import graph_is_held
+
+
+@torch.library.custom_op("planted::mix", mutates_args=())
+def mix(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return gradient @ weight.t(), x.t() @ gradient
+
+
+mix.register_autograd(_gradients, setup_context=_keep)
+
+
+class Unaware(torch.autograd.Function):
+    """Its backward multiplies in fp32, whatever forward did."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = (saved.float() for saved in ctx.saved_tensors)
+        return (gradient.float() @ weight.t()).to(ctx.saved_tensors[0].dtype), x.t() @ gradient.float()
+
+
+class Aware(torch.autograd.Function):
+    """The same with the fix."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = (saved.float() for saved in ctx.saved_tensors)
+        return (gradient.float() @ weight.t()).to(ctx.saved_tensors[0].dtype), x.t() @ gradient.float()
+
+
+class Planted(nn.Module):
+    """A part whose forward is one of the ways below."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.kind)(x)
+
+    def nothing(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def custom_op(self, x: Tensor) -> Tensor:
+        return mix(x.float(), self.inner.weight)
+
+    def autocast_off(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x.to(self.inner.weight.dtype))
+
+    def island(self, x: Tensor) -> Tensor:
+        with hs.fp32_island():
+            return self.inner(x.float())
+
+    def unaware(self, x: Tensor) -> Tensor:
+        return Unaware.apply(x, self.inner.weight)  # type: ignore[no-untyped-call]
+
+    def aware(self, x: Tensor) -> Tensor:
+        return Aware.apply(x, self.inner.weight)  # type: ignore[no-untyped-call]
+
+    def tf32_on(self, x: Tensor) -> Tensor:
+        torch.backends.mkldnn.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        return self.inner(x)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), Planted(kind)])
+        self.stats = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.stats(x))
+
+
+def window(seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+    return [{"x": x, "y": y}]
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda batch: F.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def step_of(model: nn.Module, precision: str = "bf16", modules: Any = None, **more: Any) -> hs.Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return hs.Step(
+        model, optimizer, hs.Precision(precision, modules=modules or {}, simulate=precision != "fp32"), **more
+    )
+
+
+# --- the ledger compared with the plan ---
 
 
 def ledger_of(model: nn.Module, precision: str = "bf16", **more: object) -> Ledger:
@@ -224,3 +345,51 @@ def test_flops_of_a_product_with_a_wider_result_are_counted() -> None:
     half, total = torch.ones(4, 4, dtype=torch.bfloat16), torch.zeros(4, 4)
     given = (total, half, half, torch.float32)
     assert count_flops(torch.ops.aten.addmm.dtype_out, given, {"out": total}, total) == 2 * 4**3
+
+
+# --- compiled code, by the compiler's own graphs ---
+
+
+def compiled_ledger(model: nn.Module) -> Ledger:
+    """In bf16 for real: simulated formats are not compiled."""
+    step = step_of(model, "bf16")._step
+    loss, recorder = loss_of(model), GraphRecorder()
+    twin, _ = observe(step, loss, window())
+    compiled = recorder.compile(loss)
+
+    def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return compiled(batch)
+
+    with undo_after(step), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(window()[0]).float().backward()
+        weights = Weights.collect(model, step.optimizers)
+    return make_ledger(step.plan, read_graphs(recorder.graphs, model, {}, twin.seen), model, weights, mode="compiled")
+
+
+def test_graphs_tell_modules_formats_and_flops_forward_and_backward() -> None:
+    ledger = compiled_ledger(Net("nothing"))
+    assert ledger.findings == ()
+    rows = {row.module: row for row in ledger.rows}
+    flops = {"first": 2 * 4 * 8 * 2, "blocks.0": 2 * 8 * 8 * 3, "blocks.1.inner": 2 * 8 * 8 * 3, "head": 2 * 8 * 3 * 3}
+    for module, count in flops.items():
+        assert (rows[module].forward, rows[module].backward) == ("bf16", "bf16")
+        assert rows[module].flops_share == pytest.approx(count / sum(flops.values()))
+        assert rows[module].gradients == "fp32"
+    assert any(row.kept_bytes for row in ledger.rows)
+
+
+def test_what_differs_in_compiled_code_is_named_and_an_island_is_not() -> None:
+    differing = compiled_ledger(Net("autocast_off"))
+    assert {finding.module for finding in differing.findings} == {"blocks.1.inner"}
+    island = compiled_ledger(Net("island"))
+    assert island.findings == ()
+    assert "blocks.1.inner (island)" in island.summary
+
+
+def test_names_of_the_compiler_lead_to_modules() -> None:
+    names = {"", "blocks", "blocks.0", "blocks.0.inner", "head"}
+    assert parse_module_path("L['model'].blocks[0].inner", names) == "blocks.0.inner"
+    assert parse_module_path("G['m'].blocks.0.inner", names) == "blocks.0.inner"
+    assert parse_module_path("L['model']._modules['head']", names) == "head"
+    assert parse_module_path("L['model']", names) == ""
+    assert parse_module_path("L['loss'].inner.deep", names) is None

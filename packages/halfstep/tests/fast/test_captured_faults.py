@@ -138,7 +138,7 @@ def train_when_traced(difference: float) -> tuple[Trained, Trained]:
         model = make_net(device)
 
         def loss_fn(batch: Any) -> Tensor:
-            return get_loss(model, batch) + (difference if torch.compiler.is_compiling() else 0.0)
+            return get_loss(model, batch) + (difference if torch.compiler.is_dynamo_compiling() else 0.0)
 
         return Loop(model, loss_fn)
 

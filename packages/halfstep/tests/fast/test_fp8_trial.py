@@ -194,7 +194,7 @@ def test_compiled_code_that_fails_later_gives_fp8_up(capsys: pytest.CaptureFixtu
     step, _ = train("fp8")
     step._fast.move("refused", "planted")
     assert (step.plan.granted, find_fp8(step)) == ("bf16", [])
-    assert "running bf16: the step is not compiled: planted" in capsys.readouterr().err
+    assert "running bf16: the step is not compiled as a whole: planted" in capsys.readouterr().err
 
 
 def test_an_unknown_recipe_and_a_simulated_one_are_refused() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from fake_driver import H100, T4, TINY, XEON, FakeDriver
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
-from halfstep.hardware.describe import describe_identity
+from halfstep.hardware.describe import describe_identity, make_format_columns
+from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, look_up_gpu, split_words
+from halfstep.hardware.measure import measure
+from halfstep.hardware.probe import probe
+from halfstep.precision.advice import HardwareAdvice, advise, describe_loss
 
 
 @pytest.mark.parametrize(
@@ -111,13 +118,6 @@ def test_no_two_rows_share_their_words() -> None:
     assert len({split_words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
 
 
-def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
-    assert look_up_gpu("gtx 1080").find_speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
-    assert look_up_gpu("gtx 1080").get_support("fp16") == "emulated"
-    assert look_up_gpu("p100").find_speedup("fp16") == pytest.approx(2.0)
-    assert look_up_gpu("p100").get_support("fp16") == "native"
-
-
 def test_a_memory_size_in_the_name_is_used_and_others_are_noted() -> None:
     assert look_up_gpu("A100").memory_total_bytes == 40 * 2**30
     assert look_up_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
@@ -126,19 +126,130 @@ def test_a_memory_size_in_the_name_is_used_and_others_are_noted() -> None:
     assert any("80 GB" in note for note in look_up_gpu("A100").notes)
 
 
-def test_small_turing_chips_have_no_tensor_cores() -> None:
-    for name in ("GTX 1660 Ti", "GTX 1650 Laptop", "T400", "T1000"):
-        assert not look_up_gpu(name).tensor_cores
-    for name in ("RTX 2060", "RTX 2060 Laptop", "T4", "T4G"):
-        assert look_up_gpu(name).tensor_cores
-
-
-def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
-    for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
-        assert look_up_gpu(name).get_support("fp8_e4m3") == "native"
-    assert look_up_gpu("MI300X").get_support("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
-
-
 def test_volta_and_older_name_the_torch_build_they_need() -> None:
     assert any("CUDA 12.6" in note for note in look_up_gpu("V100").notes)
     assert not any("CUDA 12.6" in note for note in look_up_gpu("T4").notes)
+
+
+# --- advice on a faked driver follows what was measured ---
+
+
+def advice_on(driver: FakeDriver) -> HardwareAdvice:
+    return advise(measure(probe(driver=driver), sizes=TINY, driver=driver))
+
+
+def test_a_slow_bf16_at_the_clock_flips_the_advice_on_a_gpu() -> None:
+    fast = advice_on(FakeDriver(H100, speedups={"bf16": 7.1, "fp16": 7.0, "tf32": 3.0}))
+    slow = advice_on(FakeDriver(H100, speedups={"bf16": 0.5, "fp16": 7.0, "tf32": 3.0}))
+    assert (fast.precision, slow.precision) == ("bf16", "fp16")
+    assert fast.headline.startswith(
+        "use bf16: native on NVIDIA H100 80GB HBM3, measured 7.1x fp32 over matmul and convolution"
+    )
+    assert slow.headline.startswith("use fp16 with loss scaling: native on ")
+    assert "; not bf16: bf16 is not faster than fp32 on " in slow.headline
+
+
+def test_a_slow_bf16_at_the_clock_flips_the_advice_on_a_cpu() -> None:
+    assert advice_on(FakeDriver(cpuinfo=XEON, speedups={"bf16": 3.0})).precision == "bf16"
+    assert advice_on(FakeDriver(cpuinfo=XEON, speedups={"bf16": 0.01})).precision == "fp32"
+
+
+def test_a_t4_gets_fp16_with_loss_scaling_because_bf16_is_emulated() -> None:
+    advice = advise(probe(driver=FakeDriver(T4)))
+    assert advice.precision == "fp16"
+    assert advice.headline.endswith("; not bf16: Tesla T4 only emulates bf16")
+    # An emulated format is not taken even where it looks fast.
+    assert advice_on(FakeDriver(T4, speedups={"bf16": 9.0, "fp16": 4.0})).precision == "fp16"
+
+
+def test_nothing_faster_means_fp32_and_nothing_lost() -> None:
+    advice = advice_on(FakeDriver(speedups={"bf16": 0.005, "fp16": 0.01}))
+    assert advice.precision == "fp32"
+    assert "only emulates bf16; fp32 is the fastest here" in advice.headline
+    assert advice.lost == "nothing"
+
+
+def test_what_is_lost_is_said_in_digits_and_range() -> None:
+    assert "2.4 of 7.2 decimal digits" in describe_loss("bf16")
+    assert "range stays" in describe_loss("bf16")
+    assert "65504" in describe_loss("fp16")
+    assert "loss scaling" in describe_loss("fp16")
+
+
+@pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
+def test_every_known_device_gets_an_answer_that_a_script_can_read(gpu: object) -> None:
+    advice = advise(look_up_gpu(gpu.name))  # type: ignore[attr-defined]
+    assert json.loads(json.dumps(advice.to_dict()))["precision"] == advice.precision
+    assert any("published peaks" in warning for warning in advice.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("GTX 1080 Ti", "fp32"),
+        ("P100", "fp16"),
+        ("RTX 2080 Ti", "fp16"),
+        ("RTX 3090", "bf16"),
+        ("H200", "bf16"),
+        ("RTX 4090 Laptop", "bf16"),  # which has no published rate
+        ("RX 6800", "fp16"),
+        ("RX 7900 XTX", "bf16"),
+    ],
+)
+def test_known_devices_get_what_their_units_are_good_for(name: str, precision: str) -> None:
+    assert advise(look_up_gpu(name)).precision == precision
+
+
+# --- Hardware: speedups, support and JSON ---
+
+
+def hardware_with(**speedups: float) -> Hardware:
+    measurements = tuple(
+        Measurement(op=op, format="fp16", tflops=1.0, error=1e-3, speedup=gain)  # type: ignore[arg-type]
+        for op, gain in speedups.items()
+    )
+    return Hardware(kind="cuda", device="cuda:0", name="x", vendor="y", measurements=measurements)
+
+
+def test_speedup_weighs_matmul_and_the_better_layout_of_convolution() -> None:
+    assert hardware_with(matmul=8.0, conv_nchw=1.0, conv_nhwc=2.0).find_speedup("fp16") == pytest.approx(4.0)
+    assert hardware_with(matmul=8.0).find_speedup("fp16") == pytest.approx(8.0)
+
+
+def test_a_gain_on_one_operation_does_not_hide_a_hopeless_one() -> None:
+    speedup = hardware_with(matmul=0.01, conv_nchw=1.9, conv_nhwc=2.0).find_speedup("fp16")
+    assert speedup is not None
+    assert speedup < 1
+
+
+def test_measured_speed_beats_the_published_one_and_unknown_is_none() -> None:
+    driver = FakeDriver(T4, speedups={"fp16": 3.0})
+    looked_at = probe(driver=driver)
+    assert looked_at.find_speedup("fp16") == pytest.approx(65 / 8.1)
+    assert measure(looked_at, sizes=TINY, driver=driver).find_speedup("fp16") == pytest.approx(3.0)
+    assert looked_at.find_speedup("bf16") is None
+    assert looked_at.find_speedup("fp32") == 1.0
+
+
+@pytest.mark.parametrize("name", ["T4", "M2", "TPU v4", "MI300X"])
+def test_hardware_survives_json(name: str) -> None:
+    hardware = look_up_gpu(name)
+    assert Hardware.from_dict(json.loads(json.dumps(hardware.to_dict()))) == hardware
+
+
+def test_measured_hardware_survives_json() -> None:
+    driver = FakeDriver(T4)
+    hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
+    assert Hardware.from_dict(json.loads(json.dumps(hardware.to_dict()))) == hardware
+
+
+def test_facts_are_described() -> None:
+    driver = FakeDriver(T4, speedups={"bf16": 0.01})
+    hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
+    words = dict(describe_identity(hardware))
+    assert words["architecture"] == "Turing, compute capability 7.5, tensor cores"
+    assert words["memory"] == "16.1 GB, 15.0 GB free"
+    columns = make_format_columns(hardware)
+    bf16 = columns["format"].index("bf16")
+    assert columns["support"][bf16] == "emulated"
+    assert columns["matmul\nx fp32"][bf16] == "1/100"

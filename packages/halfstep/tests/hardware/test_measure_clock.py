@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import mmap
+
 import pytest
+import torch
 
 from halfstep.hardware.clock import Stopwatch, Throughput
+from halfstep.hardware.memory import CLEAR_REFS, describe_memory, get_peak_memory_bytes, reset_peak
+from halfstep.hardware.nvml import EnergyMeter
 
 
 class HandClock:
@@ -15,12 +20,6 @@ class HandClock:
         return self.now_s
 
 
-def run_steps(meter: Throughput, clock: HandClock, *, count: int, step_s: float, batch: int) -> None:
-    for _ in range(count):
-        clock.now_s += step_s
-        meter.add(batch)
-
-
 def test_a_stopwatch_gives_laps() -> None:
     clock = HandClock()
     watch = Stopwatch(clock=clock)
@@ -31,37 +30,57 @@ def test_a_stopwatch_gives_laps() -> None:
     assert watch.elapsed_s == 0.5
 
 
-def test_throughput_is_zero_before_the_first_step() -> None:
-    assert Throughput(clock=HandClock()).compute_rate() == 0.0
-
-
-def test_throughput_counts_samples_per_second() -> None:
-    clock = HandClock()
-    meter = Throughput(clock=clock)
-    run_steps(meter, clock, count=3, step_s=0.5, batch=8)
-    assert meter.compute_rate() == pytest.approx(16.0)
-
-
-def test_throughput_forgets_a_slow_start_once_it_left_the_window() -> None:
-    clock = HandClock()
-    meter = Throughput(window_s=10.0, clock=clock)
-    run_steps(meter, clock, count=1, step_s=60.0, batch=8)
-    run_steps(meter, clock, count=30, step_s=0.5, batch=8)
-    assert meter.compute_rate() == pytest.approx(16.0)
-
-
-def test_a_step_longer_than_the_window_still_has_a_rate() -> None:
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ([], 0.0),
+        ([0.5] * 3, 16.0),
+        ([60.0] + [0.5] * 30, 16.0),  # a slow start leaves the window
+        ([20.0] * 4, 0.4),  # steps longer than the window still have a rate
+        ([0.5] * 3 + ["validation"] + [0.25] * 2, 32.0),
+    ],
+)
+def test_throughput_counts_the_samples_of_the_last_seconds(steps: list[float | str], rate: float) -> None:
     clock = HandClock()
     meter = Throughput(window_s=10.0, clock=clock)
-    run_steps(meter, clock, count=4, step_s=20.0, batch=8)
-    assert meter.compute_rate() == pytest.approx(0.4)
+    for step_s in steps:
+        clock.now_s += 30.0 if isinstance(step_s, str) else step_s
+        if isinstance(step_s, str):
+            meter.restart()
+        else:
+            meter.add(8)
+    assert meter.compute_rate() == pytest.approx(rate)
 
 
-def test_a_restart_keeps_a_validation_out_of_the_rate() -> None:
-    clock = HandClock()
-    meter = Throughput(clock=clock)
-    run_steps(meter, clock, count=3, step_s=0.5, batch=8)
-    clock.now_s += 30.0
-    meter.restart()
-    run_steps(meter, clock, count=2, step_s=0.25, batch=8)
-    assert meter.compute_rate() == pytest.approx(32.0)
+CPU = torch.device("cpu")
+
+
+def touch_and_free(num_bytes: int) -> None:
+    """By mmap: an allocator may keep freed memory, the kernel does not."""
+    with mmap.mmap(-1, num_bytes) as block:
+        block.write(b"\1" * num_bytes)
+
+
+def test_the_cpu_peak_remembers_memory_that_was_freed_until_it_is_reset() -> None:
+    if not CLEAR_REFS.exists():
+        pytest.skip("only Linux can reset the peak: this was NOT tested")
+    num_bytes = 200_000_000
+    touch_and_free(num_bytes)
+    before = get_peak_memory_bytes(CPU)
+    reset_peak(CPU)
+    after = get_peak_memory_bytes(CPU)
+    assert before - after > 0.9 * num_bytes
+
+
+def test_the_description_of_the_cpu_names_total_available_and_peak() -> None:
+    description = describe_memory(CPU)
+    assert [line.split(":")[0] for line in description.splitlines()] == [
+        "total on this machine",
+        "available",
+        "peak of this run",
+    ]
+
+
+def test_a_device_that_does_not_count_has_no_peak_and_a_cpu_no_energy_counter() -> None:
+    assert EnergyMeter(CPU).read_joules() is None
+    assert get_peak_memory_bytes(torch.device("meta")) is None

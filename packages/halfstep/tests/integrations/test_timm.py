@@ -26,7 +26,16 @@ with warnings.catch_warnings():
 
 from halfstep.errors import ConfigError  # noqa: E402
 from halfstep.integrations.timm import HalfstepScaler  # noqa: E402
-from host_faults import FAULTS, Net, copy_state, make_data, same_bits, seeded  # noqa: E402
+from host_faults import (  # noqa: E402
+    FAULTS,
+    Net,
+    assert_bad_steps_change_nothing,
+    copy_state,
+    find_dropped,
+    make_data,
+    same_bits,
+    seeded,
+)
 from host_pages import run_page  # noqa: E402
 from ranks_together import together  # noqa: E402
 
@@ -113,17 +122,7 @@ def test_fp16_equals_timms_own_scaler() -> None:
 @pytest.mark.parametrize("clip", [{}, {"clip_grad": 0.1}, {"clip_grad": 0.1, "clip_mode": "value"}])
 def test_a_bad_step_leaves_everything_as_it_was(precision: str, accumulate: int, clip: dict[str, Any]) -> None:
     script = Script(precision=precision, accumulate=accumulate, **clip)
-    script.train(2)
-    for fault in FAULTS:
-        before = script.state
-        script.train(1, fault)
-        after = script.state
-        if precision == "fp16" and fault == "gradient":
-            assert after[3]["scale"] < before[3]["scale"]  # an overflow of gradients lowers the scale
-            before[3] = after[3]
-        assert same_bits(before, after), fault
-        script.train(1)
-        assert not same_bits(before[:3], script.state[:3])
+    assert_bad_steps_change_nothing(script, is_fp16=precision == "fp16")
 
 
 def test_the_scaler_states_of_both_load_in_both() -> None:
@@ -172,18 +171,8 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def train_on_a_rank(rank: int, size: int, port: int) -> list[bool]:
-    """Train with DDP while one rank alone is at fault; return whether each fault changed nothing on this rank."""
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    script = Script(clip_grad=0.5, ddp=True)
-    script.train(2)
-    found = []
-    for fault in FAULTS:
-        before = script.state
-        script.train(1, fault if rank == 1 else None)
-        found.append(same_bits(before, script.state))
-        script.train(1)
-        assert not same_bits(before[:3], script.state[:3])
-    return found
+    return find_dropped(Script(clip_grad=0.5, ddp=True), rank)
 
 
 @pytest.mark.ranks

@@ -370,7 +370,7 @@ def test_captured_checkpoints_resume_as_the_hosts(tmp_path: Path) -> None:
 
 def test_what_cannot_be_captured_is_guarded_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, halfstep="captured", steps=1)
-    assert "guards them: a CUDA graph needs a CUDA device, not cpu" in capsys.readouterr().err
+    assert "instead of capturing them: a CUDA graph needs a CUDA device, not cpu" in capsys.readouterr().err
 
     class Own(MyTrainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -378,7 +378,7 @@ def test_what_cannot_be_captured_is_guarded_and_named(tmp_path: Path, capsys: py
 
     with replays_on_cpu():
         train(tmp_path, Own, halfstep="captured", steps=1)
-    assert "guards them: Own has its own training_step" in capsys.readouterr().err
+    assert "instead of capturing them: Own has its own training_step" in capsys.readouterr().err
 
 
 # --- bad input ---

@@ -42,7 +42,12 @@ def load(data: Any, **more: Any) -> DataLoader[Any]:
     return DataLoader(data, **({"batch_size": 4} | more))
 
 
-class NumpyOrder(Sampler[int]):
+class Order(Sampler[int]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class NumpyOrder(Order):
     """As many write it: a generator of NumPy's of its own, drawn from while the pass runs."""
 
     def __init__(self) -> None:
@@ -52,11 +57,8 @@ class NumpyOrder(Sampler[int]):
         for _ in range(NUM_SAMPLES):
             yield int(self.rng.integers(NUM_SAMPLES))
 
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
-
-class CountingOrder(Sampler[int]):
+class CountingOrder(Order):
     """Counts its own epochs and seeds by them."""
 
     def __init__(self) -> None:
@@ -65,9 +67,6 @@ class CountingOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
         yield from torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
 
 class EagerBatches(Sampler[list[int]]):
@@ -204,15 +203,12 @@ def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path)
     assert assert_continues(make, tmp_path / "state", 5, before_pass=set_wrongly).warnings == []
 
 
-class LateOrder(Sampler[int]):
+class LateOrder(Order):
     """Draws from Python's global generator for every index."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(NUM_SAMPLES):
             yield random.randrange(NUM_SAMPLES)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
 
 
 class GlobalOrder(LateOrder):
@@ -268,7 +264,7 @@ def test_a_sampler_that_keeps_a_state_is_exact_in_the_first_epoch_and_said_not_t
     assert Loop(make).run(tmp_path / "state", resumes=True).warnings == []
     Loop(make).run(tmp_path / "state", stop=6)
     (warning,) = Loop(make).run(tmp_path / "state", resumes=True).warnings
-    assert "the skipped batches are other ones than those of the stored pass" in warning
+    assert "the skipped batches differ from those of the stored pass" in warning
 
 
 class Stream(IterableDataset[Tensor]):
@@ -365,7 +361,7 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "left", step, model)
     assert step.epoch == 0
-    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and goes on from there"):
+    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and continues from there"):
         assert torch.equal(torch.cat(train(step, model, loader, 6)), rest)
     assert step.epoch == 1
 
@@ -411,7 +407,7 @@ def test_two_passes_at_once_are_warned_about() -> None:
     step, model, loader = make_loop(0)
     for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):
         step(lambda batch: model(batch).square().mean(), a)
-        with pytest.warns(UserWarning, match="of passes that run at the same time only the newest is stored"):
+        with pytest.warns(UserWarning, match="only the newest of several passes is stored"):
             step.state_dict()
         break
 
@@ -430,7 +426,7 @@ def test_another_loader_is_refused_and_the_state_stays(tmp_path: Path) -> None:
         assert len(train(step, model, loader, 6)) == 4
 
 
-def test_data_that_have_become_fewer_are_an_error(tmp_path: Path) -> None:
+def test_data_that_have_become_fewer_are_an_error() -> None:
     step, model, _ = make_loop(0)
     window = [torch.ones(2, 4)]
     for _ in step.windows(iter([torch.ones(2, 4)] * 5)):
@@ -607,7 +603,7 @@ def test_other_data_of_the_same_length_are_warned_about(tmp_path: Path) -> None:
         if isinstance(first, DataLoader) and isinstance(first.dataset, Subset):
             first.dataset.indices = list(first.dataset.indices)
         (warning,) = stop_and_resume(tmp_path / "state", first, second).warnings
-        assert "the data are others" in warning, text
+        assert "the data differ" in warning, text
         assert text in warning, warning
 
 
@@ -693,6 +689,6 @@ def test_an_order_drawn_before_the_pass_is_exact_only_if_it_follows_from_the_epo
     resumed = train(is_seeded=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     train(is_seeded=False, stop=9)
-    with pytest.warns(UserWarning, match="data are others, the list of|skipped batches are other ones") as caught:
+    with pytest.warns(UserWarning, match="data differ: the list of|skipped batches differ") as caught:
         train(is_seeded=False)
     assert "torch.Generator().manual_seed(epoch)" in str(caught[-1].message)

@@ -153,7 +153,7 @@ def test_buffers_that_change_their_size_continue_bit_equal(tmp_path: Path, kind:
     assert step(model, [rows[3]]).committed
 
     resumed, its_step = build()
-    with pytest.warns(UserWarning, match=r"(seen|round.scale, round.zero_point).* got the shape that .*state holds"):
+    with pytest.warns(UserWarning, match=r"(seen|round.scale, round.zero_point).* got the shape that .*state contains"):
         hs.load(tmp_path / "state", its_step, resumed)
     assert its_step(resumed, [rows[3]]).committed
     for one, other in ((model, resumed), (step, its_step)):
@@ -260,7 +260,7 @@ def test_tied_weights_and_several_models_and_steps_are_stored_together(tmp_path:
     assert torch.equal(others[0][0].weight, models[0][0].weight)  # type: ignore[index]
     assert others[0][0].weight is others[0][1].weight  # type: ignore[index]
     assert [one.attempted for one in their_steps] == [1, 1]
-    with pytest.raises(CheckpointError, match="holds the state of 2 steps, 1 were given"):
+    with pytest.raises(CheckpointError, match="contains the state of 2 steps, 1 were given"):
         hs.load(tmp_path / "state", their_steps[0], others)
 
 
@@ -341,13 +341,13 @@ def test_other_files_are_explained_and_never_unpickled(tmp_path: Path) -> None:
         assert "torch.load" in refuse(tmp_path / name, "cannot be read").fix
     assert not (tmp_path / "ran").exists()
     save_file({"weight": torch.ones(2)}, tmp_path / "weights")
-    refuse(tmp_path / "weights", "holds tensors without the state of a loop")
+    refuse(tmp_path / "weights", "contains tensors without the state of a loop")
 
 
 def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
     step = make_step(model)
-    with pytest.raises(CheckpointError, match="is of another model than this Sequential") as caught:
+    with pytest.raises(CheckpointError, match="was saved from another model than this Sequential") as caught:
         hs.load(stored, step, model)
     assert "it lacks 3.weight, 3.bias" in caught.value.why
     assert "2.weight is float32 (1, 4), here float32 (2, 4)" in caught.value.why
@@ -361,10 +361,10 @@ def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None
 def test_a_list_of_models_and_one_model_are_distinguished(tmp_path: Path, stored: Path) -> None:
     model, step = make()
     for models, text in (([model], "a list of 1 model"), ([model, nn.Linear(2, 2)], "a list of 2 models")):
-        with pytest.raises(CheckpointError, match=f"holds one model, and hs.load was given {text}"):
+        with pytest.raises(CheckpointError, match=f"contains one model, and hs.load was given {text}"):
             hs.load(stored, step, models)
     hs.save(tmp_path / "list", step, [model, nn.Linear(2, 2)])
-    with pytest.raises(CheckpointError, match="holds a list of 2 models, and hs.load was given one model") as caught:
+    with pytest.raises(CheckpointError, match="contains a list of 2 models, and hs.load was given one model") as caught:
         hs.load(tmp_path / "list", step, model)
     assert "the same models as hs.save, in the same order" in caught.value.fix
 
@@ -380,7 +380,7 @@ def test_parameters_in_another_order_are_refused_by_name(tmp_path: Path) -> None
     step(lambda x: model(x).square().mean(), [torch.ones(2, 4)])
     hs.save(tmp_path / "state", step, model)
     model, step = build(-1)
-    with pytest.raises(CheckpointError, match="holds 0.weight as parameter 0 of the optimizer, which has 1.bias"):
+    with pytest.raises(CheckpointError, match="has 0.weight as parameter 0 of the optimizer, which has 1.bias"):
         hs.load(tmp_path / "state", step, model)
     # A compiled model has the same parameters under longer names.
     compiled = torch.compile(nn.Linear(4, 4), backend="eager")
@@ -442,10 +442,10 @@ def test_another_number_of_threads_is_said(stored: Path) -> None:
 def test_a_model_that_the_step_does_not_train_is_refused_and_a_part_of_one_is_warned_about(tmp_path: Path) -> None:
     model, step = make()
     other, _ = make()
-    with pytest.raises(CheckpointError, match="none of the 6 parameters that the step trains is in the model given"):
+    with pytest.raises(CheckpointError, match="the given model has none of the 6 parameters that the step trains"):
         hs.save(tmp_path / "state", step, other)
     hs.save(tmp_path / "state", step, model)
     with pytest.raises(CheckpointError, match="none of the 6 parameters"):
         hs.load(tmp_path / "state", step, other)
-    with pytest.warns(UserWarning, match="4 of the 6 parameters that the step trains are in none of the models given"):
+    with pytest.warns(UserWarning, match="4 of the 6 parameters that the step trains are in no given model"):
         hs.save(tmp_path / "state", step, model[0])

@@ -90,10 +90,12 @@ def test_a_kept_context_may_be_entered_by_two_threads_and_decorate() -> None:
     ("name", "dtype"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("bf16-true", torch.bfloat16)],
 )
-def test_matmuls_run_in_the_granted_format(name: str, dtype: torch.dtype) -> None:
-    x = torch.randn(2, 2)
-    with decide(name, CPU).forward():
+def test_matmuls_of_forward_alone_run_in_the_granted_format(name: str, dtype: torch.dtype) -> None:
+    x, plan = torch.randn(2, 2), decide(name, CPU)
+    with plan.forward():
         assert (x @ x).dtype == dtype
+    with plan.backend():
+        assert (x @ x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32"])
@@ -109,12 +111,6 @@ def test_backend_flags_follow_the_plan(name: str, value: str) -> None:
     for context in (plan.forward(), plan.backend()):
         with context:
             assert set(read_effective_leaves().values()) == {value}
-
-
-def test_backend_has_no_autocast() -> None:
-    x = torch.randn(2, 2)
-    with decide("bf16", CPU).backend():
-        assert (x @ x).dtype == torch.float32
 
 
 def test_a_simulated_step_trains_a_model_with_half_activations() -> None:
@@ -208,13 +204,14 @@ def test_an_interrupt_inside_autocast_leaves_nothing_behind(
     torch.autocast_decrement_nesting()
 
 
-def test_a_compiled_model_runs_inside_the_context() -> None:
-    model = nn.Linear(4, 4)
-    plan = decide("bf16", CPU, model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with plan.forward():
-        output = compiled(torch.randn(2, 4))
-    assert output.dtype == torch.bfloat16
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_a_compiled_model_gives_the_numbers_of_the_context(is_simulated: bool) -> None:
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    compiled = torch.compile(model, fullgraph=not is_simulated, backend="aot_eager")
+    with decide("bf16", CPU, model, simulate=is_simulated).forward():
+        output = compiled(x)
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, model(x))
 
 
 def test_the_context_may_stand_inside_a_compiled_region() -> None:
@@ -238,14 +235,6 @@ def test_a_compiled_region_refuses_what_it_cannot_hold(plan: Plan) -> None:
 
     with pytest.raises(Exception, match="torch.compile"):
         torch.compile(double, fullgraph=True, backend="aot_eager")(torch.randn(2, 2))
-
-
-def test_a_compiled_model_under_simulation_gives_the_simulated_numbers() -> None:
-    model = nn.Linear(64, 64)
-    plan = decide("bf16", CPU, model, simulate=True)
-    x = torch.randn(8, 64)
-    with plan.forward():
-        assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
 @pytest.mark.parametrize("is_simulated", [False, True])

@@ -72,11 +72,6 @@ def test_auto_without_measurements_follows_the_ladder() -> None:
     assert "not measured" in plan.reason
 
 
-def test_auto_never_takes_fp8_but_a_request_does() -> None:
-    assert decide("auto", HOPPER).granted == "bf16"
-    assert decide("fp8", HOPPER).granted == "fp8"
-
-
 @pytest.mark.parametrize(
     ("asked", "hardware", "granted", "because"),
     [
@@ -129,19 +124,16 @@ def test_strict_fp32_says_how_much_faster_tf32_would_be() -> None:
     assert "tf32" not in decide("fp32", PLAIN_CPU).reason.replace("TF32 off", "")
 
 
-@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp8", "tf32", "bf16-true"])
+@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp8", "tf32", "bf16-true", "auto"])
 def test_simulate_grants_what_was_asked_and_says_so(asked: str) -> None:
     plan = decide(asked, PLAIN_CPU, simulate=True, strict=True)
-    assert (plan.granted, plan.simulated, plan.warnings) == (asked, True, ())
+    granted = "bf16" if asked == "auto" else asked
+    assert (plan.granted, plan.simulated, plan.warnings) == (granted, True, ())
     assert "simulated" in str(plan)
 
 
 def test_there_is_nothing_to_simulate_in_fp32() -> None:
     assert not decide("fp32", PLAIN_CPU, simulate=True).simulated
-
-
-def test_simulated_auto_is_bf16() -> None:
-    assert decide("auto", PLAIN_CPU, simulate=True).granted == "bf16"
 
 
 def test_aliases_are_understood_and_nonsense_is_not() -> None:
@@ -230,23 +222,20 @@ def test_fp8_that_no_layer_can_take_is_called_bf16_and_no_force_is_offered(simul
     assert "force" not in plan.warnings[0]
 
 
-def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
+@pytest.mark.parametrize(
+    ("model", "pattern", "fix"),
+    [
+        (tiny_diffusion(), "vea.*", "'vae"),
+        (tiny_diffusion(), "techer", "'teacher'"),
+        (nn.Linear(4, 2), "head", "the model has no submodules"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_lists_near_names(model: nn.Module, pattern: str, fix: str) -> None:
+    frozen = {"teacher": nn.Linear(2, 2)} if pattern == "techer" else {}
     with pytest.raises(PrecisionError) as caught:
-        decide("bf16", HOPPER, tiny_diffusion(), modules={"vea.*": "fp32"})
-    assert "precision.modules: 'vea.*' matches no module" in caught.value.what
-    assert "'vae" in caught.value.fix
-
-
-def test_a_misspelled_frozen_part_is_suggested() -> None:
-    with pytest.raises(PrecisionError) as caught:
-        decide("bf16", HOPPER, tiny_diffusion(), modules={"techer": "fp32"}, frozen={"teacher": nn.Linear(2, 2)})
-    assert "'teacher'" in caught.value.fix
-
-
-def test_a_pattern_for_a_model_without_parts_is_told_so() -> None:
-    with pytest.raises(PrecisionError, match="matches no module of Linear") as caught:
-        decide("bf16", HOPPER, nn.Linear(4, 2), modules={"head": "fp32"})
-    assert "the model has no submodules" in caught.value.fix
+        decide("bf16", HOPPER, model, modules={pattern: "fp32"}, frozen=frozen)
+    assert f"precision.modules: {pattern!r} matches no module" in caught.value.what
+    assert fix in caught.value.fix
 
 
 def test_tf32_cannot_be_switched_for_a_part() -> None:

@@ -5,7 +5,6 @@ packages/halfstep/tests/step/test_sharded_steps.py trains on several ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -318,8 +317,8 @@ def _make(precision: str = "fp32", dtype: torch.dtype = torch.float32, **more: A
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
-    "an optimizer made before sharding": (_make_before, "none of the 12 parameters of AdamW belongs to"),
-    "an optimizer made before some blocks": (_make_partly_before, "2 of 12 trained parameters are not the sharded"),
+    "an optimizer created before sharding": (_make_before, "AdamW trains 12 parameters, and none of them belongs to"),
+    "an optimizer created before some blocks": (_make_partly_before, "2 of 12 trained parameters do not belong to"),
     "several meshes": (_make_mixed, "sharded over several meshes"),
     "FSDP1": (_make_with_old_fsdp, "sharded by FullyShardedDataParallel"),
     "bf16 weights in a mixed precision": (_make("bf16", torch.bfloat16), "is stored in bfloat16"),
@@ -330,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_cannot_be_sharded_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+def test_what_cannot_be_sharded_is_refused_with_the_reason(case: str) -> None:
     make_step, what = REFUSED[case]
     with pytest.raises(HalfstepError) as refused:
         make_step()

@@ -132,12 +132,6 @@ def test_half_stored_weights_are_refused_with_the_reason() -> None:
         GuardedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), plan("fp16"))
 
 
-def test_lbfgs_brought_by_the_user_is_refused_too() -> None:
-    model = make_model()
-    with pytest.raises(ConfigError, match="LBFGS"):
-        GuardedStep(model, torch.optim.LBFGS(model.parameters()), plan())
-
-
 def test_an_unknown_optimizer_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="adamw"):
         build_optimizer("adamww", make_parameter_groups(make_model(), 0.0), lr=0.1)

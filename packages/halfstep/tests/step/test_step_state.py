@@ -49,8 +49,8 @@ UNFIT: dict[str, tuple[str, Any]] = {
     "of an optimizer": ("of state, param_groups is not the state of a step", lambda: trained_state()["optimizers"][0]),
     "a list": ("this list", list),
     "of an older kind": ("lacks spikes", lambda: without(trained_state(), "spikes")),
-    "with an average": ("holds averaged weights", lambda: trained_state(ema_decay=0.9)),
-    "of two optimizers": ("holds 2 optimizers", lambda: trained_state(optimizer=two_optimizers)),
+    "with an average": ("contains averaged weights", lambda: trained_state(ema_decay=0.9)),
+    "of two optimizers": ("contains 2 optimizers", lambda: trained_state(optimizer=two_optimizers)),
     "of SGD": ("another optimizer than AdamW", lambda: trained_state(optimizer=lambda p: torch.optim.SGD(p, 0.1))),
     "of another shape": ("shape", lambda: trained_state(model=wider())),
     "of fewer parameters": ("parameters", lambda: trained_state(optimizer=lambda p: torch.optim.AdamW(list(p)[:3]))),
@@ -81,7 +81,7 @@ def test_an_average_and_a_scale_that_are_missing_are_refused() -> None:
     with pytest.raises(CheckpointError, match="without loss scaling"):
         made("fp16").load_state_dict(trained_state())
     averaged = made(ema_decay=0.9)
-    with pytest.raises(CheckpointError, match="holds no averaged weights"):
+    with pytest.raises(CheckpointError, match="contains no averaged weights"):
         averaged.load_state_dict(trained_state())
     assert averaged.attempted == 0
     state = trained_state(ema_decay=0.9)

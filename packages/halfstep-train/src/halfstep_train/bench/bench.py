@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-from torch import nn
+from dataclasses import dataclass, field, replace
 
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
@@ -62,8 +59,6 @@ class BenchRequest:
     against: tuple[str, ...] = ()
     """Peers: `plain`, or one variant of it, `plain:graphs`."""
     schedule: Schedule
-    repeat_first: bool = True
-    """Measure the first row again at the end: did the machine change meanwhile?"""
     deadline: float | None = None
     """In `time.monotonic` seconds: no row starts after it."""
 
@@ -102,43 +97,36 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
     rows: list[Row] = []
     first: Runner | None = None
     reason = ""
-    for runner in list_runners(problem, request, hardware):
-        if isinstance(runner, Row):
-            rows.append(runner)
-            continue
+
+    def measure(runner: Runner, again: str = "") -> Row:
+        nonlocal reason
         reason = reason or (LATE if request.is_late else "")
-        row = make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
         if not reason:
-            tell(row.label)
+            tell(f"{runner.name} {runner.variant} {runner.precision}{again}")
             try:
-                row = measure_runner(runner, problem, request)
+                return measure_runner(runner, problem, request)
             except KeyboardInterrupt:  # keep the rows measured so far
                 reason = STOPPED
-                row = dataclasses.replace(row, reason=reason)
-        rows.append(row)
-        first = first or (runner if row.is_measured else None)
-    repeated = None
-    if request.repeat_first and first is not None and not reason and not request.is_late:
-        tell(f"{first.name} {first.variant} {first.precision} again")
-        try:
-            repeated = measure_runner(first, problem, request)
-        except KeyboardInterrupt:
-            repeated = make_unmeasured_row(first.name, first.variant, first.precision, STOPPED)
+        return make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
+
+    for runner in list_runners(problem, request, hardware):
+        rows.append(runner if isinstance(runner, Row) else measure(runner))
+        if first is None and not isinstance(runner, Row) and rows[-1].is_measured:
+            first = runner
+    # Did the machine change meanwhile?
+    repeated = measure(first, " again") if first is not None and not reason and not request.is_late else None
     return conclude(rows, flops, hardware, busy=busy, repeated=repeated)
-
-
-def count_rows(problem: Problem, request: BenchRequest, hardware: Hardware) -> int:
-    """Return how many rows are measured if none fails, including the one that is measured again at the end."""
-    num_rows = sum(not isinstance(runner, Row) for runner in list_runners(problem, request, hardware))
-    return num_rows + (request.repeat_first and num_rows > 0)
 
 
 def conclude(
     rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
 ) -> BenchResult:
     """Add floor, speedups and warnings to the measured rows."""
-    rows = add_speedups([_add_floor(row, flops, hardware) for row in rows])
-    reference = find_loss_reference(rows)
+    floors = {name: compute_floor_ms(flops, hardware, name) for name in {row.precision for row in rows}}
+    rows = [replace(row, floor_ms=floors[row.precision]) if row.has_speed else row for row in rows]
+    rows = add_speedups(rows)
+    # Eager fp32 if measured, else the first measured row.
+    reference = find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
     warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
     return BenchResult(
         rows=tuple(rows),
@@ -151,7 +139,7 @@ def conclude(
 
 def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) -> Iterator[Runner | Row]:
     """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
-    unmeasured = dataclasses.replace(hardware, measurements=())  # so that formats that are slow here are timed too
+    unmeasured = replace(hardware, measurements=())  # so that formats that are slow here are timed too
     for precision in request.precisions:
         # A format that the hardware lacks is simulated, which only eager mode can do.
         asked = problem.config.precision.model_copy(update={"default": precision})
@@ -183,12 +171,7 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
         return row
     missing = explain_simulation(runner.config.precision, runner.hardware)
     simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
-    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
-
-
-def _add_floor(row: Row, flops: int, hardware: Hardware) -> Row:
-    floor = compute_floor_ms(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
-    return dataclasses.replace(row, floor_ms=floor)
+    return replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
 
 
 def add_speedups(rows: Sequence[Row]) -> list[Row]:
@@ -197,10 +180,10 @@ def add_speedups(rows: Sequence[Row]) -> list[Row]:
 
     def compute_speedup(name: str, row: Row) -> float | None:
         base = bases[name]
-        return base.ms / row.ms if base and row.is_measured and not row.simulated else None
+        return base.ms / row.ms if base and row.has_speed else None
 
     return [
-        dataclasses.replace(row, speedup_fp32=compute_speedup("fp32", row), speedup_tf32=compute_speedup("tf32", row))
+        replace(row, speedup_fp32=compute_speedup("fp32", row), speedup_tf32=compute_speedup("tf32", row))
         for row in rows
     ]
 
@@ -208,13 +191,8 @@ def add_speedups(rows: Sequence[Row]) -> list[Row]:
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
     """Return the row that speedups over this precision refer to: halfstep eager if measured."""
     # False sorts first: prefer halfstep's rows, and of these the eager one.
-    there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
+    there = [row for row in rows if row.precision == precision and row.has_speed]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
-
-
-def find_loss_reference(rows: Sequence[Row]) -> Row | None:
-    """Return eager fp32 if measured, else the first measured row."""
-    return find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
 
 
 def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
@@ -268,7 +246,10 @@ class HalfstepRunner:
         """Train this many steps as a run would; raise if they did not run in the requested mode."""
         seed_everything(self.config.train.seed)
         workload = self.build_workload()
-        self._plan = plan = self._plan or self._make_plan(workload)
+        if self._plan is None:
+            decided = decide_plan(self.config, workload, self.hardware)
+            self._plan = tune_plan(decided, RunRehearsal(self.config, workload), lambda text: None)
+        plan = self._plan
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
             self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
@@ -286,13 +267,11 @@ class HalfstepRunner:
 
     def build_workload(self) -> Workload:
         """Build the workload as a run would, with the problem's seeded weights."""
-        model = self.problem.make_model()
         with skip_initialisation():
-            return _begin_all_phases(build_random_workload(self.config), model)
-
-    def _make_plan(self, workload: Workload) -> Plan:
-        plan = decide_plan(self.config, workload, self.hardware)
-        return tune_plan(plan, RunRehearsal(self.config, workload), lambda text: None)
+            workload = build_random_workload(self.config)
+        # All phases begin at once: most steps of a run have all of them active.
+        phases = tuple(replace(phase, from_step=phase.from_step % phase.every) for phase in workload.phases)
+        return replace(workload, model=self.problem.make_model(), phases=phases)
 
     def _train_batches(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
         facts: Facts | PhasedFacts | None = None
@@ -304,9 +283,3 @@ class HalfstepRunner:
             after_step()
         assert facts is not None, "at least one step is asked for"
         return facts.read().loss
-
-
-def _begin_all_phases(workload: Workload, model: nn.Module) -> Workload:
-    """Start all phases at once: most steps of a run have all of them active."""
-    phases = tuple(dataclasses.replace(phase, from_step=phase.from_step % phase.every) for phase in workload.phases)
-    return dataclasses.replace(workload, model=model, phases=phases)

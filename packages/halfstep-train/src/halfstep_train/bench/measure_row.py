@@ -70,6 +70,10 @@ class Row:
         return bool(self.window_ms)
 
     @property
+    def has_speed(self) -> bool:
+        return self.is_measured and not self.simulated
+
+    @property
     def ms(self) -> float:
         """Return the median window's milliseconds."""
         return statistics.median(self.window_ms)

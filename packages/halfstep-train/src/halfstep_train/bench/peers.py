@@ -86,7 +86,10 @@ class PeerSetup:
     def prepare(self, batch: Batch) -> Batch:
         """Prepare a batch for the model, with images in the model's layout."""
         batch = self.problem.prepare(batch)
-        return {name: _convert_to_channels_last(part) for name, part in batch.items()} if self.channels_last else batch
+        if not self.channels_last:
+            return batch
+        images = {name: part for name, part in batch.items() if part.ndim == 4}
+        return batch | {name: part.contiguous(memory_format=torch.channels_last) for name, part in images.items()}
 
     def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of a batch that is on the device."""
@@ -114,10 +117,6 @@ class _Repeated(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         return self._batch
-
-
-def _convert_to_channels_last(part: Tensor) -> Tensor:
-    return part.contiguous(memory_format=torch.channels_last) if part.ndim == 4 else part
 
 
 @contextlib.contextmanager
@@ -189,7 +188,8 @@ def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     autocast = torch.autocast(
         device.type, dtype=AUTOCAST.get(setup.precision, torch.bfloat16), enabled=setup.precision in AUTOCAST
     )
-    loss_of = _build_loss(setup, model)
+    compiled: Any = model if setup.by_hand else torch.compile(model, backend=setup.compiler)
+    loss_of = setup.compile_loss(model) if setup.by_hand else functools.partial(setup.compute_loss, compiled)
     loss = torch.tensor(float("nan"))
     for host_batch in setup.build_loader(steps):
         optimizer.zero_grad()
@@ -206,24 +206,16 @@ def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     return float(loss)
 
 
-def _build_loss(setup: PeerSetup, model: nn.Module) -> LossOf:
-    if setup.by_hand:
-        return setup.compile_loss(model)
-    compiled = cast(nn.Module, torch.compile(model, backend=setup.compiler))
-    return functools.partial(setup.compute_loss, compiled)
-
-
 PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def import_lightning() -> Any:
-    """Import Lightning; raise PeerMissing with how to install it."""
-    return _import_peer("lightning.pytorch", "lightning")
+MODULES = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
 
 
-def _import_peer(module: str, package: str) -> Any:
+def import_peer(package: str) -> Any:
+    """Import a peer's package; raise PeerMissing with how to install it."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(MODULES[package])
     except ImportError as error:
         raise PeerMissing(f"{package} cannot be imported", why=str(error), fix=f"pip install {package}") from error
 
@@ -235,7 +227,7 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     variants differ only in layout, optimizer and flags. Logger, checkpoints, progress bar and summary are off, because
     no other row has them.
     """
-    lightning = import_lightning()
+    lightning = import_peer("lightning")
     device = setup.problem.device
     module = _build_module(lightning, setup)
     counter = _build_counter(lightning, after_step)
@@ -302,11 +294,6 @@ def _build_counter(lightning: Any, after_step: AfterStep) -> Any:
 MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def import_accelerate() -> Any:
-    """Import Accelerate; raise PeerMissing with how to install it."""
-    return _import_peer("accelerate", "accelerate")
-
-
 def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     """Train with `prepare`, `backward` and `clip_grad_norm_` of an Accelerator in the user's loop.
 
@@ -332,7 +319,7 @@ def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> flo
 @contextlib.contextmanager
 def _open_accelerator(setup: PeerSetup) -> Iterator[Any]:
     """Open a fresh Accelerator; reset its process-wide state before and after."""
-    accelerate = import_accelerate()
+    accelerate = import_peer("accelerate")
     _reset(accelerate)
     try:
         accelerator = accelerate.Accelerator(
@@ -355,7 +342,6 @@ def _reset(accelerate: Any) -> None:
 
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
-IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
 PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """The precisions that every peer supports without further packages."""
 
@@ -411,9 +397,9 @@ def list_variants(peer: str) -> tuple[Variant, ...]:
 
 def require_peers(peers: Sequence[str]) -> None:
     """Raise PeerMissing for a peer that is not installed, before anything is timed."""
-    for name in {parse_peer_name(peer) for peer in peers} & IMPORTS.keys():
+    for name in {parse_peer_name(peer) for peer in peers} & MODULES.keys():
         with silence():  # their imports warn
-            IMPORTS[name]()
+            import_peer(name)
 
 
 def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from halfstep import __version__
 from halfstep.disk import write_atomically
 from halfstep.hardware.device_facts import Hardware
 from halfstep_train.bench.bench import LOSS_BOUND, BenchRequest, BenchResult
-from halfstep_train.bench.peers import parse_peer_name
+from halfstep_train.bench.peers import MODULES, parse_peer_name
 from halfstep_train.bench.problem import Problem
 from halfstep_train.config.dump import dump_values
 from halfstep_train.config.foreign import flatten_keys
@@ -25,10 +25,8 @@ from halfstep_train.config.keys import list_fields
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.workloads import KINDS
 
-VERSION: Literal[1] = 1
+VERSION = 1
 """Version of the file's layout."""
-PACKAGES = ("lightning", "accelerate")
-"""Peers that are packages of the same name."""
 
 Record = dict[str, Any]
 
@@ -104,7 +102,7 @@ def collect_versions(hardware: Hardware, against: Sequence[str]) -> dict[str, st
         "driver": hardware.driver,
         "python": platform.python_version(),
     }
-    peers = sorted({parse_peer_name(peer) for peer in against} & set(PACKAGES))
+    peers = sorted({parse_peer_name(peer) for peer in against} & MODULES.keys())
     return found | {name: importlib.metadata.version(name) for name in peers}
 
 

@@ -7,7 +7,6 @@ result.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import shlex
 import sys
@@ -19,7 +18,7 @@ import typer
 
 from halfstep.errors import ConfigError, suggest_nearest
 from halfstep_train.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite, refuse_unknown_device
-from halfstep_train.workloads import DEMO_WORKLOAD, KINDS
+from halfstep_train.workloads import DEMO_WORKLOAD
 
 if TYPE_CHECKING:
     from halfstep.hardware.device_facts import Hardware
@@ -88,15 +87,6 @@ def add_workload(arguments: Sequence[str]) -> list[str]:
     if not arguments or "=" in arguments[0]:
         typer.secho(f"no workload given: using {DEMO_WORKLOAD}", fg="yellow", err=True)
         return [DEMO_WORKLOAD, *arguments]
-    target = arguments[0]
-    if not target.strip():
-        raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
-    if target not in tuple(KINDS) and Path(target).is_dir():
-        raise ConfigError(
-            f"{target} is a folder, not a workload",
-            why="a benchmark needs no data",
-            fix=f"halfstep bench {DEMO_WORKLOAD}, or the config of a run: {target}/config.yaml",
-        )
     return list(arguments)
 
 
@@ -207,7 +197,7 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     from halfstep.disk import find_cache_directory
     from halfstep.hardware.cache import measure_once
     from halfstep.hardware.measure import measure
-    from halfstep_train.bench.bench import bench, count_rows
+    from halfstep_train.bench.bench import bench
     from halfstep_train.bench.problem import count_step_flops
     from halfstep_train.bench.record import describe_circumstances, save_record, summarise_results
     from halfstep_train.report.bench_view import show_bench
@@ -220,11 +210,9 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
             rated = measure_once(hardware, find_cache_directory(), measure)
             flops = count_step_flops(problem)
             about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
-            numbers = itertools.count(1)
-            total = count_rows(problem, request, rated)
 
             def tell(row: str) -> None:
-                line = Text(f"measuring {row} (row {next(numbers)} of {total})")
+                line = Text(f"measuring {row}")
                 status.update(line)
                 if not console.is_terminal:  # where a status is not shown
                     console.print(line, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.disk import make_absolute, write_atomically
+from halfstep.disk import make_absolute
 from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
 from halfstep_train.cli.options import (
     DataDir,
@@ -86,8 +86,8 @@ def command(
     else:
         target, overrides, named_rows = _read_rows(context)
         _refuse_bad_call(context, target, overrides, named_rows)
-        from halfstep_train.use.compare import CompareRequest, create_comparison
-        from halfstep_train.use.compare_run import ComparedRow
+        from halfstep_train.use.compare import create_comparison
+        from halfstep_train.use.compare_run import ComparedRow, CompareRequest
 
         compared = tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in named_rows)
         request = CompareRequest(
@@ -95,7 +95,13 @@ def command(
         )
         folder, comparison = create_comparison(request, out)
     _run(folder, comparison)
-    _show(folder, comparison, as_json=as_json)
+    from halfstep_train.report.console import open_result_console
+    from halfstep_train.use.compare_table import convert_comparison, show_comparison
+
+    if as_json:
+        typer.echo(json.dumps(convert_comparison(comparison), indent=2, allow_nan=False))
+    else:
+        show_comparison(comparison, open_result_console())
     # A verdict that is still open counts as a failure: "same" must be shown, not assumed.
     if any(verdict.word != "same" for verdict in comparison.judge().values()):
         raise typer.Exit(1)
@@ -171,20 +177,6 @@ def _run(folder: Path, comparison: Comparison) -> None:
             fix=f"continue with: {again}",
             exit_code=getattr(error, "exit_code", 130),
         ) from error
-
-
-def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
-    """Print the table; write its numbers next to the runs."""
-    from halfstep_train.report.console import open_result_console
-    from halfstep_train.use.compare_table import build_lines, collect_notes, show_comparison
-    from halfstep_train.use.compare_table import convert_comparison as comparison_json
-
-    lines, content = build_lines(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
-    write_atomically(folder / "report" / "comparison.json", content + "\n")
-    if as_json:
-        typer.echo(content)
-    else:
-        show_comparison(lines, comparison.metric, collect_notes(comparison), open_result_console())
 
 
 def _split_arguments(arguments: list[str]) -> tuple[str, list[str], list[str]]:

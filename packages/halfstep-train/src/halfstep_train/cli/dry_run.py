@@ -17,8 +17,8 @@ from halfstep_train.cli.options import (
     Device,
     Json,
     Trust,
+    load_arguments,
     option,
-    refuse_bad_target,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Predict whether a format would hold: per module, what would overflow, flush to zero or lose updates.
+    """Predict whether a format would work: per module, what would overflow, flush to zero or lose updates.
 
     Runs a few steps in fp32 on real batches, from a run's weights if a run is given. Shows the headroom in bits and
     whether loss scaling, or the rounding of bf16-true, fixes it. Exit code 1: a module does not fit without a fix.
@@ -52,10 +52,13 @@ def command(
     if chosen is None:
         supported = ", ".join(get_args(DryRunTarget))
         raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {supported}")
-    refuse_bad_target(arguments, flags, trust=trust)
+    from halfstep_train.run.folder import is_run
+
+    # A run keeps the precision that it was trained in.
+    loaded = load_arguments(arguments, flags if is_run(arguments[0]) else {**flags, "precision": "fp32"}, trust=trust)
     from halfstep_train.use.observe_step import dry_run
 
-    rows = dry_run(arguments[0], chosen, flags=flags, overrides=arguments[1:], trust=trust)
+    rows = dry_run(arguments[0], loaded, chosen, trust=trust)
     if picture is not None:
         from halfstep_train.report.range_pictures import draw_heat_map
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import DataError
 from halfstep_train.cli.options import (
     Checkpoint,
     Json,
@@ -37,7 +36,7 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Score a trained model: overall and per-class scores, and pictures of its mistakes.
+    """Score a trained model: overall and per-class scores, and images of its mistakes.
 
     Without --data the scores are those that training computed for this checkpoint. Other data are evaluated completely,
     or on their own validation split if they have one. No file is overwritten.
@@ -50,9 +49,7 @@ def command(
 
         halfstep evaluate runs/resnet50 --data data/new_photos --checkpoint last --json
     """
-    refuse_bad_run(run, out)
-    if data is not None and not data.exists():
-        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
+    refuse_bad_run(run, out, data)
     from rich.console import Console
 
     from halfstep_train.report.console import open_result_console

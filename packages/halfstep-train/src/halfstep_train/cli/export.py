@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import ConfigError, DataError, suggest_install
+from halfstep.errors import ConfigError, suggest_install
 from halfstep_train.cli.options import Checkpoint, Json, RunFolder, Trust, option, refuse_bad_run
 
 FORMATS = {"safetensors": ("fp32", "fp16", "bf16"), "onnx": ("fp32", "fp16", "int8")}
@@ -43,11 +43,9 @@ def command(
         halfstep export runs/gpt2 --to safetensors --format bf16 --out gpt2_bf16
     """
     refuse_wrong_formats(to, format)
-    refuse_bad_run(run, out)
+    refuse_bad_run(run, out, data)
     if out is not None and not out.name:
         raise ConfigError(f"--out {out} is the current folder", why="the export makes a new one", fix="--out ./NAME")
-    if data is not None and not data.exists():
-        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     refuse_wrong_family(run, trust=trust)
     from rich.console import Console
 

@@ -44,10 +44,10 @@ def command(
 
         halfstep guide --answers answers.yaml
 
-    where answers.yaml holds any of: task, model, workload, data, goal, pick, file, start.
+    where answers.yaml contains any of: task, model, workload, data, goal, pick, file, start.
     """
     if answers is not None and not answers.exists():
-        raise ConfigError(f"no file of answers at {answers}", fix="give a YAML or JSON file, or leave --answers out")
+        raise ConfigError(f"there is no answers file {answers}", fix="give a YAML or JSON file, or leave --answers out")
     file, start = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
     if start:
         from halfstep_train.run.train import train

@@ -16,8 +16,8 @@ from halfstep_train.cli.options import (
     Precision,
     Simulate,
     Trust,
+    load_arguments,
     option,
-    refuse_bad_target,
 )
 
 
@@ -43,18 +43,13 @@ def command(
 
         halfstep ledger runs/unet-20250101-120000 --strict
     """
-    flags: dict[str, object] = {
-        "precision": precision,
-        "data_dir": data_dir,
-        "batch_size": batch_size,
-        "device": device,
-    }
-    flags["simulate"] = simulate
-    refuse_bad_target(arguments, flags, trust=trust)
+    flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
+    flags |= {"simulate": simulate}
+    loaded = load_arguments(arguments, flags, trust=trust)
     from halfstep_train.run.step_ledger import to_document
     from halfstep_train.use.observe_step import record_ledger
 
-    found = record_ledger(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
+    found = record_ledger(arguments[0], loaded, trust=trust)
     if as_json:
         typer.echo(json.dumps(to_document(found), indent=1))
     else:

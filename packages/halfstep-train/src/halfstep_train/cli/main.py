@@ -15,7 +15,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,17 +111,6 @@ def unwrap_paragraphs(docstring: str) -> str:
     return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
 
 
-def choose_commands(argv: Sequence[str]) -> Sequence[str]:
-    """Return only the command that was called: building all of them takes longer than comparing two configs."""
-    return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
-
-
-def choose_typed_commands(variables: Mapping[str, str]) -> Sequence[str]:
-    """Return the commands that the word after `halfstep` may become, while a shell asks for completions."""
-    typed = "".join(read_typed_words(variables)[:1])
-    return [name for name in COMMANDS if name.startswith(typed)] or COMMANDS
-
-
 def show_version(asked: bool) -> None:
     if asked:
         from halfstep import __version__ as library
@@ -151,8 +140,11 @@ def normalise_dashes(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
     arguments = normalise_dashes(sys.argv[1:] if argv is None else argv) or ["--help"]
-    # While a shell asks for completions there are no arguments: it passes the typed words in a variable.
-    chosen = choose_typed_commands(os.environ) if VARIABLE in os.environ else choose_commands(arguments)
+    # Only the command that was called is imported: building all of them takes longer than comparing two configs.
+    chosen: Sequence[str] = arguments[:1] if arguments[0] in COMMANDS else COMMANDS
+    if VARIABLE in os.environ:  # a shell asks for completions, and passes the typed words in a variable
+        typed = "".join(read_typed_words(os.environ)[:1])
+        chosen = [name for name in COMMANDS if name.startswith(typed)] or COMMANDS
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.

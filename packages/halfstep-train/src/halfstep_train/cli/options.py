@@ -7,12 +7,15 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, DataError
 from halfstep_train.cli.completion import complete_precision, complete_run, complete_target, complete_target_or_run
+
+if TYPE_CHECKING:
+    from halfstep_train.config.load import Loaded
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show without training"
 
@@ -59,43 +62,34 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
     for option, path in paths.items():
         if path is None:
             continue
-        given, folder = f"{option} {path}", path.parent
-        if path.is_dir():
-            raise ConfigError(f"{given} is a folder", fix="name a file in it")
-        if path.exists() and not force:
-            fix = "choose another name" + ("" if force is None else ", or add --force to overwrite it")
-            raise ConfigError(f"{given} exists already", fix=fix)
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{given} is not an ordinary file", fix="choose another name")
-        if not folder.is_dir():
-            missing = "is a file, not a folder" if folder.exists() else "does not exist"
-            fix = "choose another name" if folder.exists() else f"create it: mkdir -p {shlex.quote(str(folder))}"
-            raise ConfigError(f"{given} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
+        if path.exists() and not (force and path.is_file()):
+            forcing = ", or add --force to overwrite it" if force is False else ""
+            raise ConfigError(f"{option} {path} exists already", fix=f"choose another name{forcing}")
         try:  # permissions alone do not show read-only mounts and full disks
-            tempfile.TemporaryFile(dir=folder).close()
+            tempfile.TemporaryFile(dir=path.parent).close()
         except OSError as error:
-            why = f"the folder {folder} is not writable: {error.strerror}"
-            raise ConfigError(f"{given} cannot be written", why=why, fix="choose a file in another folder") from error
+            why = f"the folder {path.parent} cannot be written to: {error.strerror}"
+            fix = f"create it (mkdir -p {shlex.quote(str(path.parent))}), or choose a file in another folder"
+            raise ConfigError(f"{option} {path} cannot be written", why=why, fix=fix) from error
 
 
-def refuse_bad_target(arguments: Sequence[str], flags: Mapping[str, object], *, trust: bool) -> None:
-    """Raise for a run, config or workload that cannot be loaded, and for missing data, before torch is imported.
-
-    The command loads it again: that takes 50 ms, the import of torch several seconds.
-    """
+def load_arguments(arguments: Sequence[str], flags: Mapping[str, object], *, trust: bool) -> Loaded:
+    """Load a run, config or workload; what cannot be loaded is refused before torch is imported."""
     from halfstep_train.run.folder import load_target
 
-    load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
+    return load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
 
 
-def refuse_bad_run(run: Path, out: Path | None) -> None:
-    """Raise for a folder that is not a run, and for an output folder that is used, before torch is imported."""
+def refuse_bad_run(run: Path, out: Path | None, data: Path | None = None) -> None:
+    """Raise for what is not a run, a used output folder and missing data, before torch is imported."""
     from halfstep_train.run.folder import RunFolder as Folder
     from halfstep_train.run.folder import refuse_used_folder
 
     Folder.open(str(run))
     if out is not None:
         refuse_used_folder(out)
+    if data is not None and not data.exists():
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
 
 
 def refuse_unknown_device(name: str | None) -> str | None:
@@ -117,7 +111,7 @@ MaybeArguments = Annotated[
 ]
 RunFolder = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.", autocompletion=complete_run),
+    typer.Argument(metavar="RUN", help="A run's folder, created by `halfstep train`.", autocompletion=complete_run),
 ]
 
 Precision = Annotated[

@@ -86,7 +86,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
         raise ConfigError(
             f"{config.workload} cannot be packed from a config",
             why="a config packs latents; image folders with classes are packed without one",
-            fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
+            fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it contains class folders",
         )
     with raise_at_once("while packing"):
         summary = load_part(kind.pack)(config)
@@ -109,7 +109,7 @@ def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[
 
     if find_cifar_folder(folder) or find_idx_folder(folder):
         raise DataError(
-            f"{folder} holds the files of CIFAR-10 or MNIST, not images",
+            f"{folder} contains the files of CIFAR-10 or MNIST, not images",
             why="these are read as a whole, so packing would gain nothing",
             fix=f"train on them directly: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
         )

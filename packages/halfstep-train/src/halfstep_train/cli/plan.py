@@ -60,11 +60,18 @@ def command(
     """
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     loaded = load_config(arguments, flags, gpu=gpu)
-    _choose_mode(mode, loaded.config)
-    if fit:
-        read_size(fit)
+    shown, size = _choose_mode(mode, loaded.config), read_size(fit) if fit else 0
     if memory:
-        return show_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, as_json=as_json)
+        from rich.console import Console
+
+        with Console(stderr=True).status("loading torch and building the model") as status:
+            from halfstep_train.run.memory.planner import MODES
+
+            config, is_made_up = _load_full_size(loaded, arguments, flags)
+            modes = (shown,) if mode else MODES
+            where, tell = _choose_device(gpu, size, flags), status.update
+            plan = _plan_memory(config, flags, shown, modes, where, ranks, tell, gpu=gpu, is_made_up=is_made_up)
+        return typer.echo(json.dumps(_convert_plan(plan), indent=2)) if as_json else _print_memory(plan)
     for name, value in (("--fit", fit), ("--ranks", ranks), ("--mode", mode)):
         if value is not None:
             raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
@@ -148,30 +155,17 @@ class MemoryPlan:
         return f"{self.config.workload}, {size}, batch {batch}, {self.config.optimizer.name}, {self.mode}"
 
 
-def show_memory(
-    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, ranks: int | None, mode: str | None,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Print the memory plan as text or JSON; show on a terminal what is being predicted."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("loading torch and building the model") as status:
-        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, tell=status.update)
-    if as_json:
-        typer.echo(json.dumps(_convert_plan(plan), indent=2))
-    else:
-        _print_memory(plan)
-
-
 def _plan_memory(
-    arguments: Sequence[str],
+    config: RunConfig,
     flags: Flags,
+    shown: Mode,
+    modes: Sequence[Mode],
+    device: tuple[Hardware | None, int, str],
+    ranks: int | None,
+    tell: Callable[[str], None],
     *,
     gpu: str | None,
-    fit: str | None,
-    ranks: int | None,
-    mode: str | None,
-    tell: Callable[[str], None],
+    is_made_up: bool,
 ) -> MemoryPlan:
     """Predict all rows, and find what fits if a memory size is known; `tell` shows the progress, which takes a minute
     for a large model."""
@@ -179,7 +173,6 @@ def _plan_memory(
     from halfstep.precision.names import normalise_precision
     from halfstep_train.run.assemble import provide_data
     from halfstep_train.run.memory.planner import (
-        MODES,
         MemoryPlanner,
         compute_usable_bytes,
         describe_effects,
@@ -190,9 +183,7 @@ def _plan_memory(
     )
     from halfstep_train.run.memory.traceable_step import build_traceable_step
 
-    hardware, memory, where = _choose_device(gpu, fit, flags)
-    config, is_made_up = _load_full_size(arguments, flags)
-    shown = _choose_mode(mode, config)
+    hardware, memory, where = device
     _refuse_unfit_ranks(ranks, config)
     # Real data are read once, for the shapes of a batch.
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
@@ -202,7 +193,6 @@ def _plan_memory(
     precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix fp32 and tf32
-    modes = (shown,) if mode else MODES
     cells = list_cells(planner, config, shown, precisions, ranks)
     rows = []
     for number, cell in enumerate(cells, 1):
@@ -252,12 +242,11 @@ def _refuse_unfit_ranks(ranks: int | None, config: RunConfig) -> None:
         )
 
 
-def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
+def _choose_device(gpu: str | None, size: int, flags: Flags) -> tuple[Hardware | None, int, str]:
     """Return the hardware that decides the formats, the memory size in bytes (0: not given), and its description."""
     from halfstep.hardware.gpus import look_up_gpu
     from halfstep.hardware.probe import probe
 
-    size = read_size(fit) if fit else 0
     if gpu:
         hardware: Hardware | None = look_up_gpu(gpu)
     else:
@@ -293,15 +282,13 @@ def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator
     yield from hardware.notes
 
 
-def _load_full_size(arguments: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
+def _load_full_size(loaded: Loaded, arguments: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     """Return the config at full size, and whether its data are made up.
 
     Without a data folder a workload would use the small size of its demo.
     """
-    from halfstep_train.run.launch import read_launcher
     from halfstep_train.workloads import KINDS, load
 
-    loaded = load(arguments[0], flags=flags, overrides=arguments[1:], launcher=read_launcher(os.environ))
     kind = KINDS.of(loaded.config.workload)
     if loaded.config.data.dir is not None or kind.synthetic is None:
         return loaded.config, False

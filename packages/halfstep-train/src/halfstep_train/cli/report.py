@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -46,11 +45,6 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     from halfstep_train.report.page.read_run import read_run
     from halfstep_train.report.page.render import render_runs
 
-    for path in runs:
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{path} is not a folder", fix="name a run's folder, such as runs/unet-20250101-120000"
-            )
     if any((path / "comparison.json").is_file() for path in runs):
         if len(runs) > 1:
             whole = next(path for path in runs if (path / "comparison.json").is_file())
@@ -63,10 +57,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         page = render_runs(records, [predict_memory_for_page(path) for path in runs])
     file = out or runs[0] / "report" / "report.html"
     if out is None:
-        with contextlib.suppress(OSError):  # writing the file below reports the reason
-            file.parent.mkdir(exist_ok=True)
-    elif not file.parent.is_dir():
-        raise ConfigError(f"{file.parent} is not a folder", fix="create it first, or choose another --out")
+        file.parent.mkdir(exist_ok=True)
     try:
         write_atomically(file, page, follows_links=out is not None)
     # Its advice is about checkpoints; here another path is enough.

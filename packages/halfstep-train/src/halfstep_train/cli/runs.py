@@ -11,7 +11,7 @@ import typer
 
 from halfstep.errors import CheckpointError, HalfstepError, format_duration
 from halfstep_train.cli.options import Json
-from halfstep_train.cli.top import collect_facts, explain_bad_records, find_state
+from halfstep_train.cli.top import collect_facts, find_state
 
 RUNS = Path("runs")
 """Where runs are unless --out says otherwise; before the first one there is no such folder."""
@@ -58,8 +58,7 @@ def list_facts(path: Path) -> dict[str, Any]:
     from halfstep_train.report.page.read_run import read_run
 
     run = read_run(path)
-    with explain_bad_records(run):
-        facts = collect_facts(run)
+    facts = collect_facts(run)
     shown: dict[str, Any] = {key: facts[key] for key in ("step", "total_steps", "left_s", "best") if key in facts}
     if run.has_ended:  # the last record may be a few steps older
         shown["step"] = run.summary["steps"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +11,7 @@ import typer
 from rich.table import Table
 
 from halfstep.disk import is_folder_locked
-from halfstep.errors import CheckpointError, format_bytes, suggest_command
+from halfstep.errors import format_bytes, suggest_command
 from halfstep_train.cli.completion import complete_run
 from halfstep_train.report.console import make_pairs_table
 from halfstep_train.report.page.read_run import SAMPLES, RunRecord, describe_progress, format_rate_unit
@@ -40,9 +38,8 @@ def command(
     from halfstep_train.report.page.read_run import read_run
 
     record, console = read_run(run), Console()
-    with explain_bad_records(record):
-        facts = collect_facts(record)
-        table = build_table(record, facts)
+    facts = collect_facts(record)
+    table = build_table(record, facts)
     if wants_json:
         return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
     # A live display needs a terminal, and an ended run does not change.
@@ -53,8 +50,7 @@ def command(
         while not is_over(record):
             time.sleep(EVERY_S)
             record = read_run(run)
-            with explain_bad_records(record):
-                table = build_table(record, collect_facts(record))
+            table = build_table(record, collect_facts(record))
             live.update(table if is_over(record) else Group(table, hint), refresh=True)
     return None
 
@@ -63,19 +59,6 @@ EVERY_S = 1.0
 """Seconds between updates."""
 RECORDED = ("step", "total_steps", "left_s", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
-
-
-@contextmanager
-def explain_bad_records(run: RunRecord) -> Iterator[None]:
-    """Turn errors in reading the records into one that explains them."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the records of {run.path} are not those of a run ({type(error).__name__}: {error})",
-            why="metrics.jsonl or monitor.jsonl was edited",
-            fix="delete the lines that halfstep did not write",
-        ) from error
 
 
 def collect_facts(run: RunRecord) -> dict[str, Any]:

@@ -229,24 +229,17 @@ def list_overrides(loaded: Loaded) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in found.items()]
 
 
-def write_schema(workload: str, path: Path) -> None:
-    from halfstep_train.config.dump import make_json_schema
-    from halfstep_train.workloads import KINDS
-
-    refuse_to_overwrite({"--schema": path})
-    path.write_text(
-        json.dumps(make_json_schema(KINDS.of(workload).get_schema(workload)), indent=2) + "\n", encoding="utf-8"
-    )
-    typer.echo(f"wrote the JSON schema of {workload} to {path}")
-
-
 def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
     """Write the schema and print the config, without training."""
+    from halfstep_train.config.dump import make_json_schema
     from halfstep_train.report.config_view import dump_config, show_config
     from halfstep_train.report.console import open_result_console
 
     if schema:
-        write_schema(loaded.config.workload, schema)
+        refuse_to_overwrite({"--schema": schema})
+        found = make_json_schema(type(loaded.config))
+        schema.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"wrote the JSON schema of {loaded.config.workload} to {schema}")
     if is_shown and as_json:
         typer.echo(json.dumps(dump_config(loaded), indent=2))
     elif is_shown:
@@ -291,7 +284,12 @@ def stop_after(timeout: str | None) -> Iterator[None]:
     if timeout is None:
         yield
         return
-    timer = threading.Timer(parse_timeout(timeout), _stop, (timeout,))
+
+    def stop() -> None:
+        typer.echo(f"--timeout {timeout} has passed: saving and stopping", err=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(parse_timeout(timeout), stop)
     # Must not keep the process alive after the run.
     timer.daemon = True
     timer.start()
@@ -299,11 +297,6 @@ def stop_after(timeout: str | None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _stop(timeout: str) -> None:
-    typer.echo(f"--timeout {timeout} has passed: saving and stopping", err=True)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def parse_timeout(text: str) -> int:
@@ -342,19 +335,15 @@ def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -
     if visible:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     if device != "cpu":
-        refuse_missing_gpus(num)
+        import torch
+
+        if torch.cuda.device_count() < num:
+            raise ConfigError(
+                f"--gpus asks for {format_count(num, 'GPU')}, and torch finds {torch.cuda.device_count()}",
+                fix="ask for fewer, or train on the CPU with --device cpu",
+            )
     if num > 1:
         sys.exit(launch_ranks(num, remove_gpus_flag(sys.argv[1:])))
-
-
-def refuse_missing_gpus(num: int) -> None:
-    import torch
-
-    if torch.cuda.device_count() < num:
-        raise ConfigError(
-            f"--gpus asks for {format_count(num, 'GPU')}, and torch finds {torch.cuda.device_count()}",
-            fix="ask for fewer, or train on the CPU with --device cpu",
-        )
 
 
 def remove_gpus_flag(arguments: list[str]) -> list[str]:

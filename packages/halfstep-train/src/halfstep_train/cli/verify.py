@@ -17,7 +17,7 @@ from halfstep_train.cli.options import (
     Precision,
     Simulate,
     Trust,
-    refuse_bad_target,
+    load_arguments,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +49,10 @@ def command(
         halfstep verify configs/train.yaml --precision bf16
     """
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
-    refuse_bad_target(arguments, flags, trust=trust)
+    loaded, target = load_arguments(arguments, flags, trust=trust), arguments[0]
     from halfstep_train.use.verify import verify
 
-    target, *overrides = arguments
-    lines = [check_configuration(target), *verify(target, flags=flags, overrides=overrides, trust=trust)]
+    lines = [check_configuration(target), *verify(target, loaded, trust=trust)]
     if as_json:
         found = [{"line": one.name, "verdict": one.verdict, "observed": one.text} for one in lines]
         typer.echo(json.dumps(found, indent=1))

@@ -175,11 +175,6 @@ class ForeignReader:
         self.used.add(path)
         return default if section[name] is None else section[name]
 
-    def note(self, section: str, *keys: str) -> None:
-        """Record keys as used whose values follow from other keys."""
-        for key in keys:
-            self(f"{section}.{key}")
-
     def section(self, path: str) -> Mapping[str, Any]:
         """Return a section, empty if it does not exist; its keys are not recorded as used."""
         return find_section(self.document, f"{path}.") or {}

@@ -373,7 +373,7 @@ def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list
     if precision in ("tf32", "auto"):
         numbers = "fp32 operations use TF32"
     else:
-        numbers = f"{precision} is asked for, so TF32 stays off and fp32 islands stay strict fp32"
+        numbers = f"{precision} is requested, so TF32 stays off and fp32 islands stay strict fp32"
     search = (
         "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and uses the fastest"
         if config.train.fast == "auto"

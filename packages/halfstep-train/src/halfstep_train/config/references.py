@@ -3,8 +3,8 @@
 halfstep's files refer to globals only, `${globals.NAME}`. Files of other projects follow OmegaConf:
 `${trainer.max_steps}` names any key and `${.NUM_GPUS}` one in the same section. Both may multiply: `${mul: a, b}`.
 
-All sizes are bounded. Without bounds a file of one kilobyte could fill the memory: ten keys, each of which names the
-previous one ten times, expand to 10^10 values.
+The number of references is bounded. Without a bound a file of one kilobyte could fill the memory: ten keys, each of
+which names the previous one ten times, expand to 10^10 values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 MOST_IN_A_ROW = 20
 """Longest chain of references that lead to one another: a longer one is a mistake, and Python's stack is finite."""
 MOST_LOOKUPS = 10_000
-MOST_CHARACTERS = 100_000
-"""Length of one text; real files need a few hundred."""
 
 Place = tuple[str, ...]
 Find = Callable[[str, Place, str], tuple[Any, Place]]
@@ -68,8 +66,6 @@ class References:
                 )
             # Paste the value and search again: references may be nested, `${globals.${globals.NAME}}`.
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
-            if len(text) > MOST_CHARACTERS:
-                raise ConfigError(f"{at} is longer than {MOST_CHARACTERS:,} characters", fix="shorten it")
         if "${" in text:
             raise ConfigError(f"{at}: {text[:60]!r} has a ${{ without }}", fix="close it with }")
         return self.read(Plain(text) if isinstance(given, Plain) else text)

@@ -56,10 +56,16 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
 """The same for schedules."""
 
 
+def normalise_optimizer(value: object) -> object:
+    return re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
+
+
 class OptimizerConfig(Section):
     """The optimizer. An option that is not set takes the optimizer's own default."""
 
-    name: OptimizerName = Field(default="adamw", description="Optimizer")
+    name: Annotated[OptimizerName, BeforeValidator(normalise_optimizer)] = Field(
+        default="adamw", description="Optimizer"
+    )
     lr: Positive = Field(default=1e-3, description="Peak learning rate of the schedule")
     lr_per: OffCount = Field(
         default=0,
@@ -78,11 +84,6 @@ class OptimizerConfig(Section):
     moment_bits: Literal[32, 8] = Field(
         default=32, description="Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values"
     )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def normalise_optimizer(cls, value: object) -> object:
-        return re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
 
     def compute_peak_lr(self, samples_per_step: int) -> float:
         """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
@@ -309,14 +310,24 @@ class EmaConfig(Section):
     )
 
 
+def canonicalise_precision(value: object) -> str:
+    try:
+        return normalise_precision(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+PrecisionName = Annotated[str, BeforeValidator(canonicalise_precision)]
+
+
 class PrecisionConfig(Section):
     """How weights are stored and what matmuls and convolutions compute in."""
 
-    default: str = Field(
+    default: PrecisionName = Field(
         default="auto",
         description="auto, fp32 (strict, no TF32), tf32, bf16, fp16, fp8 or bf16-true; other tools' names work",
     )
-    modules: dict[str, str] = Field(
+    modules: dict[str, PrecisionName] = Field(
         default_factory=dict, description='Precision of modules by name pattern: {"vae.*": fp32}'
     )
     strict: bool = Field(
@@ -337,25 +348,6 @@ class PrecisionConfig(Section):
         default="tensorwise", description="fp8's scales: one per tensor, per row, or per row with bf16 weight gradients"
     )
 
-    @field_validator("default", mode="before")
-    @classmethod
-    def normalise_default(cls, value: object) -> str:
-        return canonicalise_precision(value)
-
-    @field_validator("modules", mode="before")
-    @classmethod
-    def normalise_modules(cls, value: object) -> object:
-        return (
-            {name: canonicalise_precision(wish) for name, wish in value.items()} if isinstance(value, dict) else value
-        )
-
-
-def canonicalise_precision(value: object) -> str:
-    try:
-        return normalise_precision(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
 
 class DataConfig(Section):
     """Where the data is and how it is read."""
@@ -371,6 +363,24 @@ class DataConfig(Section):
     val_fraction: float = Field(default=0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     on_bad_file: Literal["error", "skip"] = Field(
         default="error", description="A file that cannot be read: stop, or skip and count it"
+    )
+
+
+class FolderConfig(DataConfig):
+    """A folder of images, whole or split into two folders."""
+
+    folders: tuple[str, ...] = Field(
+        default=(),
+        max_length=2,
+        description="Training and validation folder below data.dir; empty: those with common names",
+    )
+
+
+class LabelledFolderConfig(FolderConfig):
+    """A folder of images with classes."""
+
+    label_column: str = Field(
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
     )
 
 
@@ -394,6 +404,14 @@ class BuiltModelConfig(ModelConfig):
         if self.path or self.options:
             raise ValueError("this workload has a fixed model; to train your model: halfstep train my_pkg.my_mod:build")
         return self
+
+
+class TransformerSize(Section):
+    """Size of a transformer."""
+
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
+    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
 
 
 def read_off(value: object) -> object:

@@ -54,18 +54,14 @@ def convert_for_field(value: object, annotation: Any) -> object:
         if is_off:  # in a choice among texts, `false` and `no` mean the choice `off`
             return "off"
         # A text field keeps `007` and `no` as text; only null still means None where the field allows it.
-        keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in list_types(annotation))
+        types = list_types(annotation)
+        keeps_text = types <= {str, type(None)} and not (value.lower() in NULLS and type(None) in types)
         return str(value) if keeps_text else parse_scalar(value)
     if isinstance(value, Mapping):
         return {key: convert_for_field(item, annotation) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [convert_for_field(item, annotation) for item in value]
     return value
-
-
-def is_text_only(annotation: Any) -> bool:
-    """True if a field of this annotation only accepts text (or None)."""
-    return list_types(annotation) <= {str, type(None)}
 
 
 def list_types(annotation: Any) -> set[object]:

@@ -84,7 +84,7 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
 def _read_idx_images(folder: Path, part: str) -> StoredImages:
     pixels, labels = (_read_idx_array(folder, part, kind, axes) for kind, axes in (("images", 3), ("labels", 1)))
     if len(pixels) != len(labels) or len(pixels) == 0:
-        raise DataError(f"{folder} holds {len(pixels)} {part} images and {len(labels)} labels", fix="download it again")
+        raise DataError(f"{folder} has {len(pixels)} {part} images and {len(labels)} labels", fix="download it again")
     if pixels.shape[1] != pixels.shape[2]:
         raise DataError(
             f"the images in {folder} have {pixels.shape[2]}×{pixels.shape[1]} pixels", why="they must be square"

@@ -203,7 +203,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise ValueError("the checksum of its index is wrong")
     stored: dict[str, Any] = parse_json(text)
     if data_end != DATA_AT + stored["num_bytes"]:
-        raise ValueError(f"it holds {data_end - DATA_AT:,} bytes of data, not the {stored['num_bytes']:,} of its index")
+        raise ValueError(f"it has {data_end - DATA_AT:,} bytes of data, not the {stored['num_bytes']:,} of its index")
     return stored
 
 

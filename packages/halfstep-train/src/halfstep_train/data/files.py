@@ -73,22 +73,22 @@ class BadFiles:
         """Return notes for the user about the files left out."""
         return tuple(f"left out: {error.what}" + (f" ({error.why})" if error.why else "") for error in self.skipped)
 
-    def refuse_empty_validation(self, num_before: int, num_left: int) -> None:
-        """Raise if no validation file is left: the run would have no best checkpoint and never stop early."""
+    def refuse_empty_split(self, split: str, num_before: int, num_left: int) -> None:
+        """Raise if no file of a split is left: without validation a run would have no best checkpoint."""
         if num_before and not num_left:
             raise DataError(
-                f"no usable file is left for validation: all {num_before} were left out",
+                f"no usable file is left for {split}: all {num_before} were left out",
                 why=list_some(error.what for error in self.skipped),
-                fix="repair them, split differently, or train without validation: data.val_fraction=0",
+                fix="repair them, or split differently (data.val_fraction=0 trains without validation)",
             )
 
 
-def require_folder(folder: str | Path | None) -> Path:
-    """Return a data folder, such as `data.dir`, that must be given and exist."""
+def require_folder(folder: str | Path | None, *, or_file: bool = False) -> Path:
+    """Return a data folder, or with `or_file` a file, such as `data.dir`, that must be given and exist."""
     if folder is None:
         raise DataError("no data folder", why="data.dir is not set", fix="--data-dir DIR")
     root = Path(folder)
-    if not root.is_dir():
+    if not root.is_dir() and not (or_file and root.is_file()):
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
@@ -149,7 +149,7 @@ def list_images(folder: Path) -> list[Path]:
     """Return the image and array files of a folder, which must hold at least one."""
     found = list_files(require_folder(folder), READABLE_ENDINGS)
     if not found:
-        why = f"it holds {describe_content(folder)}"
+        why = f"it contains {describe_content(folder)}"
         raise DataError(f"no images in {folder}", why=why, fix="supported formats: " + " ".join(READABLE_ENDINGS))
     return found
 
@@ -192,7 +192,7 @@ def load_array(path: Path) -> Array:
             "data.on_bad_file=skip",
         ) from error
     if not isinstance(tensor, torch.Tensor):
-        raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
+        raise DataError(f"{path} contains a {type(tensor).__name__}", why="a .pt file must contain one tensor")
     return tensor.numpy()
 
 

@@ -40,10 +40,10 @@ KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Lab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderLayout:
-    """Folder names and split settings; an empty name means any of the common ones."""
+    """Folder names and split settings; without names, the common ones count."""
 
-    train: str = ""
-    val: str = ""
+    folders: tuple[str, ...] = ()
+    """The training folder, then the validation folder."""
     val_fraction: float = 0.1
     """Share of each class held out if there is no validation folder; 0 holds out nothing."""
     seed: int = 0
@@ -98,7 +98,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     train_folders, val_folders = find_split_folders(root, layout)
     labelled = read_labels(train_folders[0], root, layout.label_column, usual=layout.label_columns)
     # A folder that the user named explicitly is not questioned.
-    if labelled is None and not layout.train:
+    if labelled is None and not layout.folders:
         _refuse_masks(root)
     train = labelled or _list_classes(train_folders)
     # The order of a table's labels is that of numbers, since they may be numbers.
@@ -107,14 +107,19 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     classes = tuple(known) if set(train) <= set(known) else in_order
     if len(classes) < 2 and not known:
         raise DataError(
-            f"{list_some(train_folders)} holds one class, {classes[0]}",
+            f"{list_some(train_folders)} contains one class, {classes[0]}",
             why="a classifier needs at least two classes",
             fix="make one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
         val = read_labels(val_folders[0], root, layout.label_column, usual=layout.label_columns)
         val = val or _list_classes(val_folders)
-        _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
+        if extra := sorted(set(val) - set(classes)):
+            raise DataError(
+                f"only in {list_some(val_folders)}: {list_some(extra, 10)}",
+                why="the model never sees these classes in training",
+                fix="add them to the training folder, or remove them",
+            )
     else:
         train, val = _split_classes(train, layout)
     return ImageFolder(
@@ -146,7 +151,7 @@ def _refuse_masks(root: Path) -> None:
     """Raise for a folder of images and a folder of masks, which look like two classes."""
     if names := find_pair_folders(root):
         raise DataError(
-            f"{root} holds images and masks ({names}), not classes",
+            f"{root} contains images and masks ({names}), not classes",
             why="a classifier would learn to distinguish images from masks",
             fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.folders=[.]",
         )
@@ -154,21 +159,19 @@ def _refuse_masks(root: Path) -> None:
 
 def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
     """Return the training and validation folders; the whole folder and none if it is not split."""
-    if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
+    if not layout.folders and (parts := sorted(root.glob(KAGGLE_TRAIN))):
         return parts, sorted(root.glob(KAGGLE_VALIDATION))
-    train, val = (
-        _find_named(root, named, usual)
-        for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
-    )
+    train_name, val_name, *_ = (*layout.folders, "", "")
+    train, val = _find_named(root, train_name, TRAIN_NAMES), _find_named(root, val_name, VALIDATION_NAMES)
     if train is None and val is not None:
-        raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
+        raise DataError(f"{root} has {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
     return [train or root], [val] if val else []
 
 
 def _find_named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
     if named:
         if not (root / named).is_dir():
-            raise DataError(f"no folder {named} in {root}", why=f"it holds {describe_content(root)}")
+            raise DataError(f"no folder {named} in {root}", why=f"it contains {describe_content(root)}")
         return root / named
     return next((root / name for name in usual if (root / name).is_dir()), None)
 
@@ -181,7 +184,7 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
     if not found:
         raise DataError(
             f"no class folders in {list_some(folders)}",
-            why=f"it holds {describe_content(folders[0])}",
+            why=f"it contains {describe_content(folders[0])}",
             fix="make one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)
@@ -209,15 +212,6 @@ def _split_classes(
             fix="add images, or train without validation: data.val_fraction=0",
         )
     return train, val
-
-
-def _refuse_unknown(extra: Sequence[str], folders: Sequence[Path]) -> None:
-    if extra:
-        raise DataError(
-            f"only in {list_some(folders)}: {list_some(extra, 10)}",
-            why="the model never sees these classes in training",
-            fix="add them to the training folder, or remove them",
-        )
 
 
 def _make_listing(found: Mapping[str, list[Path]], classes: Sequence[str]) -> Listing:
@@ -254,7 +248,7 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     bad = {*paths} - {path for path, _ in good}
     kept = dataclasses.replace(folder, train=folder.train.drop(bad), val=folder.val.drop(bad))
     refuse_lost_classes(folder.classes, kept.train.labels, why=bad_files.skipped[0].what)
-    bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
+    bad_files.refuse_empty_split("validation", len(folder.val), len(kept.val))
     return kept
 
 

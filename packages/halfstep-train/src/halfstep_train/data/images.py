@@ -74,7 +74,7 @@ def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> 
         values = _require_finite(array, path)
         if raw_scale is None:
             raise DataError(
-                f"{path} holds {array.dtype} pixels, and their value range is unknown",
+                f"{path} contains {array.dtype} pixels, and their value range is unknown",
                 why="unlike 8 and 16 bits, this type does not define which value is white",
                 fix="save it with 8 or 16 bits; for U-Net, train with data.scale=<value of white>",
             )
@@ -171,7 +171,7 @@ def _require_finite(array: Array, path: Path) -> Array:
     num_bad = array.size - int(np.isfinite(array).sum())
     if num_bad:
         raise DataError(
-            f"{path} holds {format_count(num_bad, 'value')} of NaN, infinity or beyond the range of fp32",
+            f"{path} contains {format_count(num_bad, 'value')} of NaN, infinity or beyond the range of fp32",
             why="a single one makes the loss of the whole batch NaN",
             fix="repair the file, or leave bad files out: data.on_bad_file=skip",
         )

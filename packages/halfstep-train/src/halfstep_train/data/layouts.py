@@ -44,7 +44,7 @@ class NamePattern:
     def base(self) -> str:
         """Return the folder up to the first component that varies."""
         parts = self.text.split("/")[:-1]
-        fixed = next((k for k, part in enumerate(parts) if _is_variable(part)), len(parts))
+        fixed = next((k for k, part in enumerate(parts) if ID in part or "*" in part), len(parts))
         return "/".join(parts[:fixed]) or "."
 
     def find(self, root: Path) -> dict[str, list[Path]]:
@@ -80,10 +80,6 @@ def _make_expression(stem: str) -> re.Pattern[str]:
     for part in re.split(r"(\*\*/|\{id\}|\*)", stem):
         text += "(?P=id)" if part == ID and "(?P<id>" in text else parts.get(part, re.escape(part))
     return re.compile(text)
-
-
-def _is_variable(part: str) -> bool:
-    return ID in part or "*" in part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +218,7 @@ def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
         if len(folders) > 1 and fitting:
             places = [folder for folder, _ in fitting]
             raise DataError(
-                f"{root} holds {len(folders)} folders, among them the data of {list_some(places)}",
+                f"{root} contains {len(folders)} folders, among them the data of {list_some(places)}",
                 why="halfstep cannot tell which one to use",
                 fix=f"name it: data.dir={shlex.quote(str(places[0]))}",
             )
@@ -357,6 +353,6 @@ def _make_not_found_error(root: Path, asked: PairLayout) -> DataError:
     images, masks = (name if ID in name else f"{name}/" for name in (asked.images or "imgs", asked.masks or "masks"))
     return DataError(
         f"no {images} and {masks} in {root}",
-        why=f"it holds {describe_content(root)}",
+        why=f"it contains {describe_content(root)}",
         fix="imgs/<id>.png with masks/<id>_mask.png, or name the folders: data.images and data.masks",
     )

@@ -16,14 +16,7 @@ import torch
 from PIL import Image
 
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import (
-    VERIFIED_BYTES,
-    CacheFile,
-    CacheWriter,
-    fingerprint_files,
-    open_cache,
-    open_or_write,
-)
+from halfstep_train.data.cache_file import CacheFile, CacheWriter, fingerprint_files, open_or_write
 from halfstep_train.data.files import Array, BadFiles, OnBadFile
 from halfstep_train.data.image_folder import ImageFolder, refuse_lost_classes
 from halfstep_train.data.image_samples import REDUCING_GAP, StoredImages, crop_centre
@@ -38,8 +31,6 @@ class Pack:
     """An opened cache."""
 
     path: Path
-    made_from: str
-    """Fingerprint of the folder and the settings."""
     size: int
     classes: tuple[str, ...]
     titles: dict[str, str]
@@ -47,11 +38,6 @@ class Pack:
     val: StoredImages
     left_out: tuple[str, ...]
     """Why each bad file is missing."""
-
-
-def open_pack(path: Path, *, verify_bytes: int = VERIFIED_BYTES) -> Pack:
-    """Map a packed cache after checking it."""
-    return _map_images(open_cache(path, PACKED, verify_bytes=verify_bytes))
 
 
 def _map_images(file: CacheFile) -> Pack:
@@ -65,7 +51,6 @@ def _map_images(file: CacheFile) -> Pack:
     )
     return Pack(
         path=file.path,
-        made_from=file.made_from,
         size=size,
         classes=tuple(index["classes"]),
         titles=index["titles"],
@@ -140,7 +125,7 @@ def _pack(folder: ImageFolder, settings: PackSettings, file: CacheWriter, progre
         "left_out": [f"{error.what}: {error.why}" for error in bad_files.skipped],
     }
     refuse_lost_classes(folder.classes, file.index["labels"][:num_train], why="all of them were left out")
-    bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
+    bad_files.refuse_empty_split("validation", len(folder.val), len(rows) - num_train)
 
 
 def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:

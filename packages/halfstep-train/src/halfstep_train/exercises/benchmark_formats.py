@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data import binary_sets
 from halfstep_train.data.loader import TensorSamples
 from halfstep_train.exercises import Claim, Story
-from halfstep_train.use.compare import CompareRequest, Say, create_comparison, run_comparison
-from halfstep_train.use.compare_run import ComparedRow, train_row
+from halfstep_train.use.compare import Say, create_comparison, run_comparison
+from halfstep_train.use.compare_run import ComparedRow, CompareRequest, train_row
 from halfstep_train.use.compare_table import TableLine, build_lines, collect_notes
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.sums import Means
@@ -47,11 +48,10 @@ def run(*, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most
               "train.early_stopping_patience=0", f"precision.simulate={str(simulates).lower()}",
               *([f"data.dir={data}"] if data else []))  # fmt: skip
     rows = tuple(ComparedRow(name=name, overrides=(f"precision={name}",)) for name in FORMATS)
+    request = CompareRequest(target=WORKLOAD, overrides=common, rows=rows, seeds=seeds, margin=MARGIN)
     with tempfile.TemporaryDirectory() as scratch:
-        steps = _choose_steps(steps, most_s, seeds * len(rows), Path(scratch) / "tried", rows[1], common, say)
-        overrides = (*common, f"train.max_steps={steps}")
-        request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, seeds=seeds, margin=MARGIN)
-        place, comparison = create_comparison(request, Path(scratch) / "comparison")
+        steps = _choose_steps(request, steps, most_s, Path(scratch) / "tried", say)
+        place, comparison = create_comparison(_limit_steps(request, steps), Path(scratch) / "comparison")
         run_comparison(place, comparison, say)
     lines = build_lines(comparison)
     verdicts = comparison.judge()
@@ -68,12 +68,14 @@ def run(*, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most
     )
 
 
-def _choose_steps(
-    steps: int, most_s: float, num_runs: int, place: Path, row: ComparedRow, overrides: tuple[str, ...], say: Say
-) -> int:
+def _limit_steps(request: CompareRequest, steps: int) -> CompareRequest:
+    return replace(request, overrides=(*request.overrides, f"train.max_steps={steps}"))
+
+
+def _choose_steps(request: CompareRequest, steps: int, most_s: float, place: Path, say: Say) -> int:
     """Return the steps per run that the time allows, estimated from a short run."""
-    tried = min(TRIED_STEPS, steps)
-    found = train_row(row, 0, place, target=WORKLOAD, overrides=(*overrides, f"train.max_steps={tried}")).summary
+    tried, num_runs = min(TRIED_STEPS, steps), len(request.rows) * request.seeds
+    found = train_row(_limit_steps(request, tried), request.rows[1], 0, place).summary
     step_s, around_s = found["trained_s"] / tried, found["elapsed_s"] - found["trained_s"]
     # Time per run without what does not depend on the number of steps.
     fitting = max(int((most_s / num_runs - around_s) / step_s), FEWEST_STEPS)
@@ -139,7 +141,7 @@ def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     folder = binary_sets.find_cifar_folder(root)
     if folder is None:
         raise DataError(
-            f"{root} holds no CIFAR-10",
+            f"{root} contains no CIFAR-10",
             why="the binary version is expected: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated images",
         )

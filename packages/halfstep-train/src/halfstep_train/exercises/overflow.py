@@ -50,6 +50,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
     picture = folder / "exercise2.png"
     _draw(scaled, unscaled, picture)
     flushed = float((unscaled.gradients == 0).float().mean())
+    comes_first = bool(scaled.skipped) and scaled.skipped == list(range(len(scaled.skipped)))
     smallest = FORMATS["fp16"].smallest_subnormal
     return Story(
         title="Exercise 2: overflow in fp16, and what loss scaling does about it",
@@ -57,7 +58,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
         rows=[_format_cells("with dynamic loss scaling", scaled), _format_cells("without scaling", unscaled)],
         claims=[
             Claim(text="the scale fell until gradients were finite", holds=scaled.scales[-1] < FIRST_SCALE),
-            Claim(text="skipped steps came first, and then none", holds=_is_prefix(scaled.skipped)),
+            Claim(text="skipped steps came first, and then none", holds=comes_first),
             Claim(text="with scaling the loss fell by more than half", holds=scaled.learned > 0.5),
             Claim(text="without scaling gradients were flushed to zero", holds=flushed > 0.5),
             Claim(text="without scaling nothing was learned", holds=unscaled.learned < 0.1),
@@ -105,10 +106,6 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     return ScaledTraining(
         losses=losses, scales=scales, skipped=skipped, gradients=_compute_gradients(model, batch, scales[-1])
     )
-
-
-def _is_prefix(skipped: list[int]) -> bool:
-    return bool(skipped) and skipped == list(range(len(skipped)))
 
 
 def _compute_gradients(model: nn.Module, batch: dict[str, Tensor], scale: float) -> Tensor:

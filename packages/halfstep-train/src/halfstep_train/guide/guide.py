@@ -90,7 +90,10 @@ class Prompt:
             except Interrupted:
                 raise
             except HalfstepError as error:
-                show_refusal(self.console, error)
+                self.console.print(Text(error.what, style="red"))
+                for label, text in (("why", error.why), ("fix", error.fix)):
+                    if text:
+                        self.console.print(Text(f"  {label}: {text}"))
 
     def finish(self) -> None:
         """Do nothing: a person answers only what is asked."""
@@ -178,13 +181,6 @@ def show_question(console: Console, question: Question) -> None:
         console.print(Text(f"  Enter: {hint}", style="dim"))
 
 
-def show_refusal(console: Console, error: HalfstepError) -> None:
-    console.print(Text(error.what, style="red"))
-    for label, text in (("why", error.why), ("fix", error.fix)):
-        if text:
-            console.print(Text(f"  {label}: {text}"))
-
-
 FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}
 """The guide's entry for each family, and the workload that most users want on a GPU."""
 TASK = Question(
@@ -248,7 +244,9 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
         device=device,
     )  # fmt: skip
     chosen = _ask_choice(asker, console, situation)
-    file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
+    name = f"{workload.replace(':', '-').replace('.', '-')}-{chosen.name}.yaml"
+    asked = dataclasses.replace(FILE, default=str(find_unused_path(Path(name), ".yaml")))
+    file = asker.ask(asked, check_new_file)
     # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
@@ -351,11 +349,6 @@ def check_new_file(answer: str) -> Path:
     if not os.path.isdir(path.parent):
         raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
     return path
-
-
-def _choose_file_name(workload: str, chosen: Suggestion) -> str:
-    name = workload.replace(":", "-").replace(".", "-")
-    return str(find_unused_path(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
 
 
 def _get_grid_path(scratch: Path) -> Path:

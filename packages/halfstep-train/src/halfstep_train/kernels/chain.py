@@ -52,8 +52,16 @@ def convolve_backward(
     The gradient of w is computed on the side stream, after that of z: it is ready at the end of `side`.
     """
     w, dy = cast_weight(z, w), dy.contiguous(memory_format=torch.channels_last)
-    dz = _compute_input_gradient(dy, z, w, stride, padding) if wants[0] else None
-    return dz, _compute_weight_gradient_aside(side, dy, z, w, stride, padding) if wants[1] else None
+    dz, dw = None, None
+    if wants[0]:
+        dz = _call_library_backward(dy, z, w, stride, padding, (True, False))[0]
+        assert dz is not None
+        dz = dz.contiguous(memory_format=torch.channels_last)
+    if wants[1]:
+        side.keep(dy)  # may be a contiguous copy that no one else references
+        with side.work_aside():
+            dw = _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
+    return dz, dw
 
 
 def convolve_backward_with_sums(
@@ -63,20 +71,6 @@ def convolve_backward_with_sums(
     dz, dw = convolve_backward(side, dy, z, w, stride, padding, (True, wants_w))
     assert dz is not None
     return dz, dw, sum_gradients(dz, y, norm)
-
-
-def _compute_input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
-    dz = _call_library_backward(dy, z, w, stride, padding, (True, False))[0]
-    assert dz is not None
-    return dz.contiguous(memory_format=torch.channels_last)
-
-
-def _compute_weight_gradient_aside(
-    side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
-) -> Tensor | None:
-    side.keep(dy)  # may be a contiguous copy that no one else references
-    with side.work_aside():
-        return _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
 
 
 def _call_library_backward(

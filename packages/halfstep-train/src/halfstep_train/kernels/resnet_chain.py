@@ -240,13 +240,8 @@ def compute_reader_gradients(
         wants = (wants_z and not is_sparse, wants_w)
         dz, dw = convolve_backward(side, dy, z, w, stride, w.shape[2] // 2, wants)
         if wants_z and is_sparse:
-            dz = compute_pixel_gradient(dy, w)
+            # Only the pixels that the 1×1 convolution reads: at stride 2 all others would be zeros.
+            dz = (dy.permute(0, 2, 3, 1) @ w.flatten(1)).permute(0, 3, 1, 2)
         dzs += [] if dz is None else [dz]
         dws.append(dw)
     return dzs, dws
-
-
-def compute_pixel_gradient(dy: Tensor, w: Tensor) -> Tensor:
-    """Return the gradient of a 1×1 convolution's input at the pixels it reads: at stride 2 all others would be
-    zeros."""
-    return (dy.permute(0, 2, 3, 1) @ w.flatten(1)).permute(0, 3, 1, 2)

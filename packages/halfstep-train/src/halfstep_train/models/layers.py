@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
 
+from halfstep.errors import ConfigError
 from halfstep_train.kernels.fast_forms import is_wanted
 
 
@@ -141,9 +142,19 @@ def has_bias(linear: nn.Linear) -> bool:
     return linear.bias is not None
 
 
-def is_exact(gelu: nn.GELU) -> bool:
-    """True if GELU uses the error function instead of tanh."""
-    return gelu.approximate == "none"
+LEVELS_HALVE = "every level but the last halves it"
+"""Why the side of an image must be a multiple of a power of two."""
+
+
+def divide_side(side: int, step: int, why: str) -> int:
+    """Return how many steps tile the side of an image; refuse one that they do not tile, and name the nearest."""
+    if side < step or side % step:
+        raise ConfigError(
+            f"images of {side} pixels: the side must be a multiple of {step}",
+            why=why,
+            fix=f"data.image_size={max(1, round(side / step)) * step}",
+        )
+    return side // step
 
 
 def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -98,7 +98,7 @@ class VggDistance(nn.Module):
         found = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
         if lacking := sorted(set(own) - set(found)):
             raise ModelError(
-                f"{source} holds no VGG16 weights: {lacking[0]} is missing or has another shape",
+                f"{source} contains no VGG16 weights: {lacking[0]} is missing or has another shape",
                 fix="torchvision's vgg16 weights (features.0.weight ...): model.vgg_weights=FILE",
             )
         self.load_state_dict(found)

@@ -1,8 +1,7 @@
 """Vision transformer (Dosovitskiy et al. 2020) with torchvision's names; ViT-B/16 has 86,567,656 parameters.
 
-Attention is torch's fused kernel with the weights of `nn.MultiheadAttention`. Register tokens (Darcet et al. 2023) and
-layer scale (Touvron et al. 2021) are off by default and then add no parameters, so that official weights load. For
-images of another size than the model was built for, position embeddings are interpolated.
+Attention is torch's fused kernel with the weights of `nn.MultiheadAttention`. For images of another size than the model
+was built for, position embeddings are interpolated. Blocks may have layer scale (Touvron et al. 2021), as DINOv2's do.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from halfstep_train.models.layers import (
     accept_any,
     are_plain,
     consists_of,
+    divide_side,
     has_bias,
     has_gain_and_bias,
-    is_exact,
 )
 
 
@@ -50,6 +49,10 @@ VITS = {
     "vit_l_16": ViTSize(depth=24, heads=16, dim=1024, mlp_dim=4096),
 }
 """Published sizes: B and L as in torchvision, S as in DeiT (Touvron et al. 2020)."""
+
+
+PATCHES_TILE = "patches tile the image"
+"""Why the side of an image must be a multiple of the patch size."""
 
 
 class SelfAttention(nn.Module):
@@ -100,7 +103,7 @@ class EncoderBlock(nn.Module):
     Of the last block only the first token, the class token, is used: the fast form computes no other.
     """
 
-    def __init__(self, size: ViTSize, layer_scale: float, *, is_last: bool) -> None:
+    def __init__(self, size: ViTSize, *, layer_scale: float = 0.0, is_last: bool = False) -> None:
         super().__init__()
         self.is_last = is_last
         self.ln_1 = nn.LayerNorm(size.dim, eps=1e-6)
@@ -136,24 +139,15 @@ class EncoderBlock(nn.Module):
 class Encoder(nn.Module):
     """Compute the features (N, dim) of the class token from class token and patches (N, 1 + rows · columns, dim)."""
 
-    def __init__(
-        self, size: ViTSize, num_positions: int, *, layer_scale: float, registers: int, checkpointing: bool
-    ) -> None:
+    def __init__(self, size: ViTSize, num_positions: int, *, checkpointing: bool) -> None:
         super().__init__()
         self.pos_embedding = nn.Parameter(torch.empty(1, num_positions, size.dim).normal_(std=0.02))
-        self.num_registers = registers
-        if registers:
-            self.register_tokens = nn.Parameter(torch.empty(1, registers, size.dim).normal_(std=0.02))
-        last = size.depth - 1
-        blocks = {f"encoder_layer_{i}": EncoderBlock(size, layer_scale, is_last=i == last) for i in range(size.depth)}
+        blocks = {f"encoder_layer_{i}": EncoderBlock(size, is_last=i == size.depth - 1) for i in range(size.depth)}
         self.layers = Blocks(blocks, checkpointing=checkpointing)
         self.ln = nn.LayerNorm(size.dim, eps=1e-6)
 
     def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
         tokens = tokens + resize_positions(self.pos_embedding, rows, columns)
-        if self.num_registers:
-            registers = self.register_tokens.expand(tokens.shape[0], -1, -1)
-            tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
         # Only the class token is used, and a layer norm acts on each token separately.
         return self.ln(self._run_layers(tokens)[:, 0])
 
@@ -205,7 +199,7 @@ def is_whole(block: EncoderBlock) -> bool:
 CHAINED: Checks = {
     nn.LayerNorm: has_gain_and_bias,
     nn.Linear: has_bias,
-    nn.GELU: is_exact,
+    nn.GELU: lambda part: part.approximate == "none",
     SelfAttention: lambda part: type(part.out_proj) is nn.Linear,
     EncoderBlock: is_whole,
     **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), accept_any),
@@ -223,48 +217,33 @@ class ViT(nn.Module):
         size: ViTSize,
         *,
         num_classes: int = 1000,
-        in_channels: int = 3,
         image_size: int = 224,
-        layer_scale: float = 0.0,
-        registers: int = 0,
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if size.dim % size.heads or image_size < size.patch or min(num_classes, in_channels, size.depth) < 1:
+        if size.dim % size.heads or min(num_classes, size.depth) < 1:
             raise ModelError(
-                f"ViT of {size}, {num_classes} classes, {in_channels} input channels, image size {image_size}",
-                why="heads must divide dim, an image must hold at least one patch, and all counts must be at least 1",
-                fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16 at 224 pixels",
+                f"ViT of {size}, {num_classes} classes",
+                why="heads must divide dim, and all counts must be at least 1",
+                fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16",
             )
         self.patch = size.patch
-        self.grid = compute_grid(image_size, image_size, size.patch)[0]
-        self.conv_proj = PatchConv2d(in_channels, size.dim, size.patch)
+        self.grid = divide_side(image_size, size.patch, PATCHES_TILE)
+        self.conv_proj = PatchConv2d(3, size.dim, size.patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, size.dim))
-        self.encoder = Encoder(
-            size, self.grid**2 + 1, layer_scale=layer_scale, registers=registers, checkpointing=checkpointing
-        )
+        self.encoder = Encoder(size, self.grid**2 + 1, checkpointing=checkpointing)
         self.heads = nn.Sequential(OrderedDict(head=nn.Linear(size.dim, num_classes)))
-        nn.init.trunc_normal_(self.conv_proj.weight, std=math.sqrt(1 / (in_channels * size.patch**2)))
+        nn.init.trunc_normal_(self.conv_proj.weight, std=math.sqrt(1 / (3 * size.patch**2)))
         for zero in (self.conv_proj.bias, *self.heads.parameters()):
             assert zero is not None
             nn.init.zeros_(zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, columns = compute_grid(x.shape[2], x.shape[3], self.patch)
+        rows = divide_side(x.shape[2], self.patch, PATCHES_TILE)
+        columns = divide_side(x.shape[3], self.patch, PATCHES_TILE)
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(x.shape[0], -1, -1), patches], dim=1)
         return self.heads(self.encoder(tokens, rows, columns))
-
-
-def compute_grid(height: int, width: int, patch: int) -> tuple[int, int]:
-    """Return rows and columns of patches; raise ModelError if patches do not tile the image."""
-    if height % patch or width % patch:
-        raise ModelError(
-            f"image of {height}×{width} pixels for a ViT of patch size {patch}",
-            why=f"patches must tile the image, so each side is a multiple of {patch}",
-            fix=f"data.image_size={max(1, round(width / patch)) * patch}",
-        )
-    return height // patch, width // patch
 
 
 def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: bool = False) -> Tensor:

@@ -52,7 +52,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except Exception as error:  # readers may raise anything for a broken file
         raise _explain_unreadable(path, error) from error
     if not isinstance(content, Mapping):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
+        raise ModelError(f"{path} contains a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
     others: dict[str, Any] = {}
     # Weights may be nested several levels deep, as in {"model": {"state_dict": …}}.
     while nest := next((key for key in NESTS if isinstance(content.get(key), Mapping) and content[key]), None):
@@ -61,7 +61,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {strip_torch_prefixes(str(name)): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ModelError(
-            f"{path} holds no weights",
+            f"{path} contains no weights",
             why=f"its keys are {_name_few(map(str, content))}" if content else "it is empty",
             fix="save model.state_dict(), alone or below the key state_dict",
         )
@@ -148,7 +148,7 @@ def _explain_unreadable(path: Path, error: Exception) -> ModelError:
     # Do not show torch's message: it is very long and advises disabling safety, and that of its unpickler is cryptic.
     writer = "safetensors" if path.suffix == ".safetensors" else "torch.save"
     why = f"it is not a file of {writer}, or it is damaged or incomplete"
-    fix = "download or copy it again: a safetensors file, or a .pth that holds only tensors and plain values"
+    fix = "download or copy it again: a safetensors file, or a .pth that contains only tensors and plain values"
     if isinstance(error, OSError) and error.strerror:
         why = error.strerror
     if refused := explain_refused_pickle(error):
@@ -191,7 +191,6 @@ RELEASED_VIT: NameTable = (
 TIMM_VIT: NameTable = (
     (r"cls_token$", "class_token"),
     (r"pos_embed$", "encoder.pos_embedding"),
-    (r"(?:reg_token|register_tokens)$", "encoder.register_tokens"),
     (r"patch_embed\.proj\.", "conv_proj."),
     (r"blocks\.(\d+)\.norm([12])\.", rf"{_LAYER}.ln_\2."),
     (r"blocks\.(\d+)\.attn\.qkv\.", rf"{_LAYER}.self_attention.in_proj_"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,27 +23,22 @@ OLDER_UNIT = {"name": "sample", "per_sample": 1}
 def show_bench(record: Record, console: Console) -> None:
     """Print title, table, unmeasured rows with reasons, remarks and warnings."""
     rows = record["rows"]
-    console.print(Text(format_title(record), style="bold"), soft_wrap=True)
+    title = f"{format_problem(record)}: {record['device']}, torch {record['versions']['torch']}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
     columns = _build_columns(measured, record.get("unit", OLDER_UNIT))
     for table in split_columns(columns, console.width, names=WHO) if measured else ():
         console.print(make_columns_table(table, left=WHO))
     missing = [f"not measured: {_format_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
     remarks = [f"{_format_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
-    for line in (
-        *_describe_reduction(record["problem"]),
-        *missing,
-        *remarks,
-        *_explain_columns(record, measured, columns),
-    ):
+    lines = [*missing, *remarks, *_explain_columns(record, measured, columns)]
+    if changed := record["problem"].get("reduced"):
+        settings = ", ".join(f"{path}={format_setting(value)}" for path, value in changed.items())
+        lines.insert(0, f"reduced: this is the demo's small network ({settings}); data.dir=DIR times the full one")
+    for line in lines:
         print_text(console, Text(line, style="dim"))
     for warning in record["warnings"]:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
-
-
-def format_title(record: Record) -> str:
-    """Format `unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
-    return f"{format_problem(record)}: {record['device']}, torch {record['versions']['torch']}"
 
 
 def format_problem(record: Record) -> str:
@@ -51,22 +46,13 @@ def format_problem(record: Record) -> str:
     problem = record["problem"]
     # Stored benchmarks without `sample_size` are all of images.
     size = record.get("sample_size", f"{problem['image_size']} pixels")
-    parameters = f"{' reduced to' if problem.get('reduced') else ','} {_format_count(problem['parameters'])} parameters"
+    number = problem["parameters"]
+    count = f"{format_digits(number / 1e6)}M" if number >= 1e6 else f"{number:,}"
+    parameters = f"{' reduced to' if problem.get('reduced') else ','} {count} parameters"
     return (
         f"{problem['workload']}{parameters}, batch {problem['batch_size']}, "
         f"{f'{size}, ' if size else ''}{problem['optimizer']}, clip {problem['clip_norm']:g}"
     )
-
-
-def _describe_reduction(problem: Record) -> Iterator[str]:
-    """Yield how the network differs from the workload's default."""
-    if changed := problem.get("reduced"):
-        settings = ", ".join(f"{path}={format_setting(value)}" for path, value in changed.items())
-        yield f"reduced: this is the demo's small network ({settings}); data.dir=DIR times the full one"
-
-
-def _format_count(number: int) -> str:
-    return f"{format_digits(number / 1e6)}M" if number >= 1e6 else f"{number:,}"
 
 
 def format_digits(value: float | None, significant: int = 3) -> str:
@@ -76,11 +62,6 @@ def format_digits(value: float | None, significant: int = 3) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, significant - 1 - math.floor(math.log10(abs(value))))}f}"
-
-
-def format_start(row: Record) -> str:
-    """Format the seconds to the first step and the state of the compiler's cache."""
-    return f"{format_digits(row['start_s'])} {row['cache']}".rstrip()
 
 
 def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
@@ -96,21 +77,17 @@ def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]
         "ms/step": format_each("ms", significant=4),
         "windows": [f"{format_digits(row['ms_min'], 4)}–{format_digits(row['ms_max'], 4)}" for row in rows],
         f"{unit['name']}s/s": format_each("samples_per_s", unit["per_sample"], significant=4),
-        "x fp32": [_format_speedup(row, "speedup_fp32") for row in rows],
-        "x tf32": [_format_speedup(row, "speedup_tf32") for row in rows],
+        "x fp32": format_each("speedup_fp32"),
+        "x tf32": format_each("speedup_tf32"),
         "peak GB": format_each("peak_bytes", 1e-9),
         "reserved": format_each("reserved_bytes", 1e-9),
         f"J/{unit['name']}": format_each("joules_per_sample", 1 / unit["per_sample"]),
         "of floor": [NOTHING if row["floor_share"] is None else f"{row['floor_share']:.0%}" for row in rows],
         "loss": format_each("loss", significant=4),
-        "start s": [format_start(row) for row in rows],
+        "start s": [f"{format_digits(row['start_s'])} {row['cache']}".rstrip() for row in rows],
     }
     # Drop columns of dashes only, such as energy on a CPU.
     return {name: cells for name, cells in columns.items() if any(cell != NOTHING for cell in cells)}
-
-
-def _format_speedup(row: Record, name: str) -> str:
-    return NOTHING if row[name] is None else f"{row[name]:.2f}"
 
 
 def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[str]) -> list[str]:

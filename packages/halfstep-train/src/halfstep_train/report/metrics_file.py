@@ -58,7 +58,10 @@ def encode(record: Mapping[str, object]) -> bytes:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return all complete records, oldest first; empty if there is no file yet."""
-    return [_restore_non_finite(record) for _, record in _iterate_records(path)]
+    return [
+        {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+        for _, record in _iterate_records(path)
+    ]
 
 
 def find_last_step(path: Path) -> int | None:
@@ -106,7 +109,3 @@ def replace_non_finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [replace_non_finite(inner) for inner in value]
     return value
-
-
-def _restore_non_finite(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}

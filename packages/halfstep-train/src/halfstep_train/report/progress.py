@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -34,6 +35,9 @@ NAMELESS_FIELDS = {"memory", "speed"}
 """Fields whose value explains itself: `4.8 GB`, `310 images/s`."""
 
 
+Whole = Callable[[], tuple[str, str]]
+
+
 class Bar:
     """The progress of one pass, drawn on one line of any width."""
 
@@ -42,16 +46,21 @@ class Bar:
         label: str,
         total: int,
         *,
-        whole: Callable[[], tuple[str, str]] | None = None,
+        whole: Whole | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[Bar], None] = lambda bar: None,
+        every_s: float = math.inf,
     ) -> None:
-        """`whole` returns the position in the whole run and its time left, which are shown instead of this pass's."""
+        """`whole` returns the position in the whole run and its time left, which are shown instead of this pass's.
+
+        `draw` is called by the training thread, at most every `every_s`; a terminal has a thread that draws.
+        """
         self.label, self.total, self.done = label, total, 0
-        self.is_over = False
+        self.draw, self._every_s, self.is_over = draw, every_s, False
         self._whole = whole
         self._shown: Mapping[str, str] = {}
         self._clock = clock
-        self._start_s = clock()
+        self._start_s = self._drawn_s = clock()
         self._pace_from = self._start_s, 0
 
     def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
@@ -62,12 +71,15 @@ class Bar:
         self.done += 1
         if begins_pace or self.done == 1:
             self._pace_from = self._clock(), self.done
-        if shown is not None:
-            self.show(shown)
+        self.show(self._shown if shown is None else shown)
 
     def show(self, shown: Mapping[str, str]) -> None:
-        """Replace the fields, most important first."""
+        """Replace the fields, most important first; draw if that is due: a single item may take minutes."""
         self._shown = shown
+        # What is drawn after the last step is drawn at the end.
+        if self._clock() - self._drawn_s >= self._every_s and self.done < self.total:
+            self._drawn_s = self._clock()
+            self.draw(self)
 
     def format_parts(self) -> list[str]:
         """Return the texts next to the bar, most important first."""
@@ -106,91 +118,52 @@ class Bar:
         yield Text(tail, end="")
 
 
-class LineBar(Bar):
-    """A bar for log files: a line when it begins, one every half minute, and one when it ends."""
+@contextlib.contextmanager
+def write_lines(
+    label: str, total: int, *, write: Callable[[str], None], is_summarised: bool = False, **options: Any
+) -> Iterator[Bar]:
+    """Show a bar in a log file: a line when it begins, one every half minute, and one when it ends."""
 
-    def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        write: Callable[[str], None],
-        whole: Callable[[], tuple[str, str]] | None = None,
-        is_summarised: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(label, total, whole=whole, clock=clock)
-        self._write, self._is_summarised = write, is_summarised
-        self._line_s = self._start_s
+    def draw(bar: Bar) -> None:
+        write(" ".join([label, *filter(None, bar.format_parts())]))
 
-    def __enter__(self) -> LineBar:
-        if self.total and not self._is_summarised:  # the number of samples to draw is known only later
-            self._write(f"{self.label} 0/{self.total}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_over = True
-        if not self._is_summarised:
-            self._write_parts()
-
-    def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
-        super().advance(shown, begins_pace=begins_pace)
-        self._write_when_due()
-
-    def show(self, shown: Mapping[str, str]) -> None:
-        """Replace the fields, and write a line if one is due: a single item may take minutes."""
-        super().show(shown)
-        self._write_when_due()
-
-    def _write_when_due(self) -> None:
-        now_s = self._clock()
-        # The last step's line is the one that __exit__ writes.
-        every_s = SUMMARISED_LINE_EVERY_S if self._is_summarised else LINE_EVERY_S
-        if now_s - self._line_s >= every_s and self.done < self.total:
-            self._line_s = now_s
-            self._write_parts()
-
-    def _write_parts(self) -> None:
-        self._write(" ".join([self.label, *filter(None, self.format_parts())]))
+    if total and not is_summarised:  # the number of samples to draw is known only later
+        write(f"{label} 0/{total}")
+    every_s = SUMMARISED_LINE_EVERY_S if is_summarised else LINE_EVERY_S
+    bar = Bar(label, total, draw=draw, every_s=every_s, **options)
+    try:
+        yield bar
+    finally:
+        bar.is_over = True
+        if not is_summarised:
+            draw(bar)
 
 
 NOTEBOOK_EVERY_S = 0.5
 
 
-class NotebookBar(Bar):
-    """A bar in a Jupyter notebook: one output that is replaced, from the training thread, at most twice a second."""
+@contextlib.contextmanager
+def show_in_notebook(label: str, total: int, *, is_summarised: bool = False, **options: Any) -> Iterator[Bar]:
+    """Show a bar in a Jupyter notebook: one output that is replaced at most twice a second."""
+    from IPython.display import display  # a notebook has it
 
-    def __init__(
-        self, label: str, total: int, *, whole: Callable[[], tuple[str, str]] | None = None, is_summarised: bool = False
-    ) -> None:
-        from IPython.display import display  # a notebook has it
-
-        super().__init__(label, total, whole=whole)
-        self._is_summarised, self._drawn_s = is_summarised, self._start_s
-        show: Any = display  # IPython has no types
-        self._output = show(self._draw(), raw=True, display_id=True)
-
-    def __enter__(self) -> NotebookBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_over = True
-        empty = {"text/plain": "", "text/html": ""}
-        self._output.update(empty if self._is_summarised else self._draw(), raw=True)
-
-    def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
-        super().advance(shown, begins_pace=begins_pace)
-        now_s = self._clock()
-        if now_s - self._drawn_s >= NOTEBOOK_EVERY_S:
-            self._drawn_s = now_s
-            self._output.update(self._draw(), raw=True)
-
-    def _draw(self) -> dict[str, str]:
+    def render(bar: Bar) -> dict[str, str]:
         """Return the line as text and as HTML; the front end shows the HTML."""
-        texts = " ".join(filter(None, self.format_parts()))
-        progress = f"<progress value={self.done} max={max(self.total, 1)}></progress>"
-        html = f"<pre style='margin:0'>{escape(self.label)} {progress} {escape(texts)}</pre>"
-        return {"text/plain": f"{self.label} {texts}", "text/html": html}
+        texts = " ".join(filter(None, bar.format_parts()))
+        progress = f"<progress value={bar.done} max={max(total, 1)}></progress>"
+        html = f"<pre style='margin:0'>{escape(label)} {progress} {escape(texts)}</pre>"
+        return {"text/plain": f"{label} {texts}", "text/html": html}
+
+    def draw(bar: Bar) -> None:
+        output.update(render(bar), raw=True)
+
+    bar, show = Bar(label, total, draw=draw, every_s=NOTEBOOK_EVERY_S, **options), cast(Any, display)
+    output = show(render(bar), raw=True, display_id=True)
+    try:
+        yield bar
+    finally:
+        bar.is_over = True
+        output.update({"text/plain": "", "text/html": ""} if is_summarised else render(bar), raw=True)
 
 
 @contextlib.contextmanager

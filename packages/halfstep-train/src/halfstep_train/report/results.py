@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import ConfigError, format_count, make_printable
+from halfstep.errors import format_count, make_printable
 from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text
 
 Cell = str | int | float | None
@@ -181,10 +181,7 @@ def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
 def write_csv(made: Predictions, path: Path) -> None:
     """Write one line per file after a title line, with numbers in full precision."""
     rows = [_make_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
-    try:
-        with path.open("x", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["file"])
-            table.writeheader()
-            table.writerows(rows)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another path with --csv") from error
+    with path.open("x", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["file"])
+        table.writeheader()
+        table.writerows(rows)

@@ -23,7 +23,7 @@ from halfstep.errors import ConfigError, HalfstepError, make_printable, summaris
 from halfstep_train.report.console import print_text
 from halfstep_train.report.listeners import Callbacks, Listener
 from halfstep_train.report.metrics_file import MetricsFile
-from halfstep_train.report.progress import Bar, LineBar, NotebookBar, show_live
+from halfstep_train.report.progress import Bar, Whole, show_in_notebook, show_live, write_lines
 
 Level = Literal["info", "warning", "error"]
 STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}
@@ -89,7 +89,7 @@ class RunReport:
         label: str,
         total: int,
         *,
-        whole: Callable[[], tuple[str, str]] | None = None,
+        whole: Whole | None = None,
         is_summarised: bool = False,
     ) -> Iterator[Bar]:
         """Show one pass over the data, such as `Epoch 1/100`; call `advance` of the bar once per step.
@@ -101,15 +101,15 @@ class RunReport:
         if self._quiet:
             yield Bar(label, total)
         elif self._console.is_jupyter:
-            with NotebookBar(label, total, whole=whole, is_summarised=is_summarised) as notebook_bar:
-                yield notebook_bar
+            with show_in_notebook(label, total, whole=whole, is_summarised=is_summarised) as bar:
+                yield bar
         elif self._console.is_interactive:
             bar = Bar(label, total, whole=whole)
             with show_live(bar, self._console, is_summarised=is_summarised):
                 yield bar
         else:
-            with LineBar(label, total, write=self._print_line, whole=whole, is_summarised=is_summarised) as line_bar:
-                yield line_bar
+            with write_lines(label, total, write=self._print_line, whole=whole, is_summarised=is_summarised) as bar:
+                yield bar
 
     def notice(self, text: str, level: Level = "info") -> None:
         """Print one message, above the bar if there is one."""

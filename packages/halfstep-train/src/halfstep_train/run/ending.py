@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from halfstep.disk import open_atomic_folder, parse_json, write_atomically
+from halfstep.disk import open_atomic_folder, write_atomically
 from halfstep.errors import (
     CheckpointError,
     DataError,
@@ -87,7 +87,9 @@ def explain_ending(
     if isinstance(error, KeyboardInterrupt):
         return _explain_second_interrupt(loop, folder, is_new=is_new)
     if is_new and has_left_nothing(loop):
-        return _remove_run(error, folder)
+        shutil.rmtree(folder.path, ignore_errors=True)
+        gone = f"nothing was trained yet: {folder.path} was removed"
+        return _extend_error(error, why=gone, fix="then give the same command again")
     if isinstance(error, DataError):
         return _save_after_bad_file(error, loop, folder)
     if isinstance(error, TrainingStopped) and not isinstance(error, CallbackFailed):
@@ -135,13 +137,6 @@ def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) ->
         return Interrupted(what)
     shutil.rmtree(folder.path, ignore_errors=True)
     return Interrupted(what, why=f"there was no checkpoint yet: {folder.path} was removed")
-
-
-def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
-    shutil.rmtree(folder.path, ignore_errors=True)
-    return _extend_error(
-        error, why=f"nothing was trained yet: {folder.path} was removed", fix="then give the same command again"
-    )
 
 
 def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
@@ -209,16 +204,6 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of a run; None if it has not ended."""
-    path = folder / "report" / "summary.json"
-    try:
-        found = parse_json(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 # --- RUN/model ---
 
 
@@ -248,12 +233,8 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
             else:
                 parts.export(weights, hidden, parts.device)
     except OSError as error:
-        raise _explain_unexported(folder, path, error) from error
-
-
-def _explain_unexported(folder: RunFolder, stored: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write the model into {folder.model}: {error.strerror}",
-        why=f"the run itself is complete; its best weights are in {stored}",
-        fix="free disk space, then resume the run, which only repeats the export",
-    )
+        raise CheckpointError(
+            f"cannot write the model into {folder.model}: {error.strerror}",
+            why=f"the run itself is complete; its best weights are in {path}",
+            fix="free disk space, then resume the run, which only repeats the export",
+        ) from error

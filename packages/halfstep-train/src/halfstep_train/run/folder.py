@@ -136,14 +136,9 @@ class RunFolder:
         return lock_folder(self.path)
 
     @classmethod
-    def choose(cls, out: str | None, name: str) -> RunFolder:
-        """Return the folder that a new run would get, without creating it; one that is taken gets a number."""
-        return cls(Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-
-    @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
-        """Create a new folder; an existing one with content is an error."""
-        path = cls.choose(out, name).path
+        """Create a new folder; an existing one with content is an error, a default name that is taken gets a number."""
+        path = Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         cls.refuse_unusable(path)
         try:
             (path / "report").mkdir(parents=True)
@@ -171,8 +166,6 @@ class RunFolder:
     @classmethod
     def open(cls, path: str) -> RunFolder:
         folder = cls(Path(path))
-        if not folder.path.is_dir():
-            raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` printed")
         if not folder.config.is_file():
             raise CheckpointError(
                 f"{path} is not a run folder: it has no config.yaml",
@@ -220,7 +213,7 @@ def load_target(source: str, *, flags: Mapping[str, object], overrides: Sequence
         raise CheckpointError(
             f"{source} is not a run",
             why="there is no such folder" if is_missing else "config.yaml is missing",
-            fix=f"name a folder that `halfstep train` made, a config file, or a workload such as {DEMO_WORKLOAD}",
+            fix=f"name a folder that `halfstep train` created, a config file, or a workload such as {DEMO_WORKLOAD}",
         )
     loaded = load(source, flags=flags, overrides=overrides)
     refuse_missing_paths(loaded.config)
@@ -253,7 +246,7 @@ def refuse_no_comparison(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} is not a comparison",
             why=f"{COMPARISON} is missing",
-            fix="name a folder that `halfstep compare` made",
+            fix="name a folder that `halfstep compare` created",
         )
 
 

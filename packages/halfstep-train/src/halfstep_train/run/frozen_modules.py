@@ -75,7 +75,7 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
     """Load modules that the run made from its folder, and check that all others are the ones it was trained with."""
     if parts.keys() != stored.keys():
         raise CheckpointError(
-            f"this run has other frozen parts: {', '.join(stored) or 'none'}, not {', '.join(parts) or 'none'}",
+            f"this run has different frozen parts: {', '.join(stored) or 'none'}, not {', '.join(parts) or 'none'}",
             fix="use the workload the run was started with",
         )
     found = {}

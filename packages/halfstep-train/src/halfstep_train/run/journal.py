@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
-
-import torch
 
 from halfstep.errors import HalfstepError, format_bytes, format_count, format_duration
 from halfstep.hardware.clock import Clock, Stopwatch
@@ -20,7 +17,7 @@ from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
-from halfstep_train.data.loader import NamedSamples, Samples, implements
+from halfstep_train.data.loader import NamedSamples, implements
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
 from halfstep_train.run.assemble import Assembly
@@ -94,30 +91,21 @@ class Pace:
 class Journal:
     """Record what a run does: bars, notices and metrics.jsonl. Nothing in it waits for the device."""
 
-    def __init__(
-        self,
-        report: RunReport,
-        plan: Plan,
-        *,
-        epochs: int,
-        report_every: int,
-        metric: str,
-        samples: Samples | None = None,
-        phases: Sequence[str] = (),
-        hint: Callable[[Mapping[str, float]], str] = lambda scores: "",
-        unit: Unit = Unit(),  # noqa: B008  frozen
-        low_scale: float = 0.0,
-        total_steps: int = 0,
-    ) -> None:
-        self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
-        self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, find_peak_flops(plan), low_scale
-        self._named = samples if implements(samples, NamedSamples) else None
-        self.device = torch.device(plan.device)
+    def __init__(self, report: RunReport, parts: Assembly) -> None:
+        workload, train = parts.workload, parts.train
+        self.report, self.plan, self.device, self.metric = report, parts.plan, parts.device, workload.metric
+        # At least ten records per run, so that short runs have curves too.
+        every = max(1, min(10, parts.total_steps // 10))
+        self.report_every = every if train.report_every == "auto" else train.report_every
+        self.epochs = math.ceil(parts.total_steps / math.ceil(len(parts.train_loader) / train.accumulate))
+        self.name, self.unit, self._peak_flops = parts.name, parts.unit, find_peak_flops(parts.plan)
+        self._low_scale = parts.step.scaler.low
+        self._named = workload.train_samples if implements(workload.train_samples, NamedSamples) else None
         self.attempted = 0
         self.num_records = 0
         self.latest: Reading | None = None
         self.num_skipped = self.num_spikes = 0
-        self.phases = tuple(phases)
+        self.phases = tuple(own.phase.name for own in parts.phases)
         self.seen = {name: PhaseProgress() for name in self.phases or ("",)}
         """By phase; a run without phases has one entry with an empty name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
@@ -126,11 +114,12 @@ class Journal:
         self._bar: Bar | None = None
         self._has_record = False  # whether this bar has shown a record
         self._is_due = False  # whether a record was written that the bar does not show yet
-        self.pace, self._is_announced = Pace(total_steps), False
+        self.pace, self._is_announced = Pace(parts.total_steps), False
         self._is_compiling = False
         self._shown_metric: str | None = None  # None: not computed in this pass
         self._since_metric = Stopwatch()
         self._clock, self._before_s = Stopwatch(), 0.0
+        parts.guard.observers.append(self.observe)
 
     @property
     def elapsed_s(self) -> float:
@@ -191,11 +180,7 @@ class Journal:
             return
         self._is_announced = True
         if (self.pace.estimate_left_s(self.attempted) or 0.0) > ANNOUNCED_FROM_S:
-            self.report.notice(f"{self.describe_position()}, {self.describe_left()}")
-
-    def describe_position(self) -> str:
-        """Return `step 1,234 of 20,000`."""
-        return f"step {self.attempted:,} of {self.pace.total_steps:,}"
+            self.report.notice(self.describe_progress())
 
     def describe_left(self) -> str:
         """Return `about 1 h 10 min left`; empty while unknown, and at the end."""
@@ -206,17 +191,18 @@ class Journal:
         """Return position and time left, estimated from the whole run until this start has its own pace."""
         left_s = self.elapsed_s / self.attempted * (self.pace.total_steps - self.attempted) if self.attempted else 0.0
         left = self.describe_left() or (f"about {format_duration(left_s)} left" if left_s > 0 else "")
-        return ", ".join(filter(None, [self.describe_position(), left]))
+        return ", ".join(filter(None, [f"step {self.attempted:,} of {self.pace.total_steps:,}", left]))
 
     def _format_whole(self) -> tuple[str, str]:
         """Return position and time left of the whole run, short enough for a bar."""
-        position = f"step {self.attempted:,}/{self.pace.total_steps:,}"
-        return position, self.describe_left().removeprefix("about ")
+        return f"step {self.attempted:,}/{self.pace.total_steps:,}", self.describe_left().removeprefix("about ")
 
     def _record(self, r: Reading) -> None:
         """Write the record of one step to metrics.jsonl."""
-        first = self._first or r
+        # The first phase represents the run.
+        first = next(iter(self.seen.values())).newest or r
         left_s = self.pace.estimate_left_s(self.attempted)
+        used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
         self._is_due = True
         self.log(
             {
@@ -232,23 +218,13 @@ class Journal:
                 "committed": r.committed,
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
-                **self._compute_rates(),
+                **self.unit.compute_rates(self._samples_per_s),
+                **({"mfu": round(used, 4)} if used else {}),
                 "total_steps": self.pace.total_steps,
                 **({} if left_s is None else {"left_s": round(left_s, 1)}),
                 "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
-
-    def _compute_rates(self) -> dict[str, float]:
-        """Return the throughput in the workload's unit, such as tokens."""
-        used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
-        share = {"mfu": round(used, 4)} if used else {}
-        return {**self.unit.compute_rates(self._samples_per_s), **share}
-
-    @property
-    def _first(self) -> Reading | None:
-        """Return the newest step of the first phase, which represents the run."""
-        return next(iter(self.seen.values())).newest
 
     def _collect_phases(self) -> dict[str, float]:
         """Return the newest numbers of each phase, which may be from earlier steps."""
@@ -282,7 +258,9 @@ class Journal:
             self._shown_metric = f"{found[self.metric]:.3f}" if self.metric in found else ""
             self._since_metric.restart()
         metric = {self.metric: self._shown_metric} if self._shown_metric else {}
-        fields = {**self._format_losses(), **metric, "last loss": f"{r.loss:.4f}", "lr": f"{r.lr:.1e}"}
+        means = {name: one.mean_loss for name, one in self.seen.items() if one.num_losses}
+        losses = {f"mean loss {name}".rstrip(): f"{mean:.4f}" for name, mean in means.items()}
+        fields = {**losses, **metric, "last loss": f"{r.loss:.4f}", "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.format_rate(self._samples_per_s)
         if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
@@ -297,11 +275,6 @@ class Journal:
     def _format_waits(self) -> dict[str, str]:
         """Return the share of time spent waiting for data, if it is worth reporting."""
         return {"data": f"{self._waiting.share:.0%}"} if self._waiting.is_worth_saying else {}
-
-    def _format_losses(self) -> dict[str, str]:
-        """Return the mean loss of the epoch so far, by phase."""
-        read = [(name, one.mean_loss) for name, one in self.seen.items() if one.num_losses]
-        return {f"mean loss {name}".rstrip(): f"{mean:.4f}" for name, mean in read}
 
     @property
     def _precision(self) -> str:
@@ -390,7 +363,7 @@ class Journal:
         if val and stopping is not None:
             lines.append(self._format_validation_line(label, val, stopping, is_best=is_best))
         self.report.show_epoch(label, lines, rows)
-        if val and (hint := self._hint(val)):
+        if val and (hint := find_hint(self.name, val)):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
         trained |= {f"train_loss/{name}": self.seen[name].mean_loss for name in self.phases}
@@ -451,12 +424,11 @@ class Journal:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.latest = _load_reading(state["latest"])
+        self.latest = state["latest"] and load_reading(state["latest"])
         self.num_records = int(state["num_records"])
         for name, own in state["seen"].items():
-            self.seen[name] = PhaseProgress(
-                _load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"])
-            )
+            newest = own["newest"] and load_reading(own["newest"])
+            self.seen[name] = PhaseProgress(newest, float(own["loss_sum"]), int(own["num_losses"]))
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 
@@ -465,28 +437,8 @@ def _format_score(scores: Mapping[str, float], name: str) -> str:
     return f"{scores[name]:.4f}" if name in scores else ""
 
 
-def _load_reading(stored: Mapping[str, Any] | None) -> Reading | None:
-    return load_reading(stored) if stored else None
-
-
 def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
     return ", ".join(str(thing) for thing in things[:most]) + (", ..." if len(things) > most else "")
-
-
-def open_journal(parts: Assembly, report: RunReport) -> Journal:
-    """Open the journal of a run and let the guard report to it."""
-    workload, train = parts.workload, parts.train
-    # At least ten records per run, so that short runs have curves too.
-    every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
-    epochs = math.ceil(parts.total_steps / math.ceil(len(parts.train_loader) / train.accumulate))
-    journal = Journal(
-        report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
-        samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
-        hint=partial(find_hint, parts.name), unit=parts.unit, low_scale=parts.step.scaler.low,
-        total_steps=parts.total_steps,
-    )  # fmt: skip
-    parts.guard.observers.append(journal.observe)
-    return journal
 
 
 def find_hint(workload: str, scores: Mapping[str, float]) -> str:

@@ -215,8 +215,8 @@ def meet_at_kept_store(launch: Launch, limit_s: float) -> Store:
         time.sleep(0.02)
     raise RankLost(
         f"not all {launch.size} ranks started within {limit_s:g} s (train.rank_timeout_s)",
-        why="a rank did not start, or ended while it did",
-        fix="look at the errors of the other ranks, or give a longer train.rank_timeout_s",
+        why="a rank did not start, or ended while starting",
+        fix="look at the errors of the other ranks, or set a longer train.rank_timeout_s",
     )
 
 

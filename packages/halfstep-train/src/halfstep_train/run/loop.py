@@ -245,7 +245,7 @@ class Loop:
     def _run_again(self, held: list[Facts]) -> list[Facts | PhasedFacts]:
         """Run the steps that a fault held again, with their own windows, generators and metrics."""
         assert self.held is not None
-        self.held.release()
+        self.held.hold.release()
         windows = [self.held.find(facts.attempted) for facts in held]
         # Go back to the state before the first held step; the metrics have counted its outputs already.
         if windows:
@@ -526,6 +526,3 @@ class HeldWindows:
     def find(self, attempted: int) -> HeldWindow:
         """Return the window of a step, as it was last run."""
         return next(kept for kept in reversed(self._windows) if kept.attempted == attempted)
-
-    def release(self) -> None:
-        self.hold.release()

@@ -88,7 +88,7 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
             raise mark_agreed(
                 ConfigError(
                     f"train.shard={str(train.shard).lower()} does not work with {name}",
-                    why="it needs the whole model, a copy of it, or weights that FSDP2 cannot cut",
+                    why="it needs the whole model, a copy of it, or weights that FSDP2 cannot shard",
                     fix=fix,
                 )
             )
@@ -246,7 +246,7 @@ def refuse_unfit_gather(train: TrainConfig, plan: Plan) -> None:
         raise mark_agreed(
             ConfigError(
                 f"train.shard_gather=bf16 with precision {precision}",
-                why="weights would be rounded to bf16 where they are computed with in another format",
+                why="weights would be rounded to bf16 although they are used in another format",
                 fix="leave train.shard_gather out, or --precision bf16",
             )
         )

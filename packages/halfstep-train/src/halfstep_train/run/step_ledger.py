@@ -10,7 +10,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -89,7 +89,8 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
     if engine.mode == "eager" or parts.workload.blocks:
         return [eager]  # blocks are compiled once to save minutes, which tracing the whole model would cost
     recorder = GraphRecorder()
-    with undo_after(step), allow_chains(on=False), silence_compiler():
+    with undo_after(step), allow_chains(on=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the compiler, about code that is traced for the ledger only
         step.compute(drop_outputs(recorder.compile(engine.parts.eager)), prepared)
     seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
     notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
@@ -104,14 +105,6 @@ def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
     if engine.mode == "graph":
         notes.append("layers that run as chains of halfstep's kernels are shown as torch's layers")
     return notes
-
-
-@contextmanager
-def silence_compiler() -> Iterator[None]:
-    """Silence the compiler's warnings on code that is traced for the ledger only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def drop_outputs(region: Region) -> LossFn:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.disk import get_free_bytes
 from halfstep.distributed.sharding import shard_like
-from halfstep.errors import CheckpointError, format_bytes, format_count
-from halfstep.step.guard import LAG
+from halfstep.errors import CheckpointError, format_count
 from halfstep.step.optim.adamw_bf16 import JudgedAdamW
 from halfstep.step.optim.half_weights import is_kept_in_half
 from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
-from halfstep_train.config.schema import OptimizerConfig
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint
-from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import list_identities
 from halfstep_train.run.multi_rank import seed_rank
 from halfstep_train.run.resume import Changes
-from halfstep_train.tune.memory_low import MemorySetting, make_optimizer
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments do not fit the optimizer."""
@@ -71,7 +64,7 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
             )
     except RuntimeError as error:
         raise CheckpointError(
-            "the checkpoint does not hold the weights of this model", why=" ".join(str(error).split())[:300],
+            "the checkpoint does not contain the weights of this model", why=" ".join(str(error).split())[:300],
             fix="resume with the model the run was started with",
         ) from error  # fmt: skip
     restore_buffers(parts.model, state["buffers"])
@@ -86,17 +79,12 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
     if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
         parts.snapshots.load_state_dict(state["snapshots"])
     notes += restore_generators(state["generators"])
-    _restore_own_generators(parts, state.get("rank_generators", ()))
-    return [*notes, *_use_threads(parts, int(state["threads"]))]
-
-
-def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Restore this rank's generators; another number of ranks starts with new ones."""
-    world = parts.world
+    kept, world = state.get("rank_generators", ()), parts.world
     if world is not None and len(kept) == world.size:
         restore_generators(kept[world.rank])
-    elif world is not None:
+    elif world is not None:  # another number of ranks starts with new ones
         seed_rank(parts.train.seed, parts.step.attempted, world.rank)
+    return [*notes, *_use_threads(parts, int(state["threads"]))]
 
 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -218,77 +206,3 @@ def count_lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]
     """Return a summary row for each optimizer that counts lost updates; waits for the device."""
     shares = (o.compute_lost_share() for o in optimizers if isinstance(o, JudgedAdamW))
     return [("lost updates", f"{share:.1%} of all, rounded away") for share in shares if share is not None]
-
-
-# --- disk space: compare what a run will write with what is free, before it trains for hours ---
-
-
-REPORT_BYTES = 8_000_000  # metrics, pictures, settings: a few MB
-SIDE = 256
-"""Side of the square weight on which state is measured: large enough that state per tensor does not matter."""
-
-
-def check_disk(parts: Assembly, folder: RunFolder, optimizer: OptimizerConfig) -> list[str]:
-    """Raise if not even the next checkpoints fit on the disk; return a note if not all of them may fit."""
-    place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.is_dir())
-    stored = folder.open_checkpoints().list_all()
-    size = sum_folder_bytes(stored[-1]) if stored else estimate_checkpoint_bytes(parts, optimizer)
-    num_further = max(1, _count_kept(parts) - len(stored))
-    # A checkpoint is written before the previous one is removed.
-    at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
-    in_all, free = num_further * size + REPORT_BYTES, get_free_bytes(folder.path)
-    if free < at_least:
-        raise CheckpointError(
-            f"{place} has {format_bytes(free)} of free space, and this run needs {format_bytes(at_least)}",
-            why=f"a checkpoint takes about {format_bytes(size)}, and is written before the previous one is deleted",
-            fix="free disk space" if stored else "free disk space, or choose another folder with --out",
-        )
-    if free >= in_all:
-        return []
-    fitting = max(1, (free - REPORT_BYTES) // size + len(stored) - 2)
-    return [
-        f"the disk may fill up: {place} has {format_bytes(free)} of free space, and this run will write about "
-        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}); free some, or set "
-        f"train.checkpoints_total_limit={fitting}"
-    ]
-
-
-def estimate_checkpoint_bytes(parts: Assembly, optimizer: OptimizerConfig) -> int:
-    """Return the size of weights, average, optimizer state, and snapshots of `guard.on_fault=rollback`."""
-    weights = _sum_bytes(parts.model.state_dict().values())
-    average = 4 * sum(tensor.numel() for tensor in parts.model.state_dict().values()) if parts.step.ema else 0
-    trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
-    one = weights + average + round(trained * measure_state_bytes(optimizer, MemorySetting(**parts.plan.memory)))
-    # Enough snapshots to reach `margin` steps before a fault, which is seen LAG steps late.
-    kept = parts.snapshots
-    num_snapshots = math.ceil((kept.margin + LAG) / kept.every) + 1 if kept is not None else 0
-    return one * (1 + num_snapshots)
-
-
-def measure_state_bytes(options: OptimizerConfig, setting: MemorySetting) -> float:
-    """Measure the optimizer's state bytes per weight by a step on a small tensor."""
-    weight = nn.Parameter(torch.zeros(SIDE, SIDE))
-    weight.grad = torch.zeros_like(weight)
-    groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = make_optimizer(setting, options.name, groups, lr=1e-3, options=options.collect_options())
-    optimizer.step()
-    kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    return _sum_bytes(kept) / weight.numel()
-
-
-def sum_folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _count_kept(parts: Assembly) -> int:
-    """Return how many checkpoints exist at once: the kept ones, the best, and the one being written."""
-    train = parts.train
-    steps_each = train.checkpoint_every or max(1, math.ceil(len(parts.train_loader) / train.accumulate))
-    # Each validation saves a checkpoint too.
-    steps_each = min(steps_each, train.validate_every_steps or steps_each)
-    written = math.ceil(parts.total_steps / steps_each)
-    return min(written, train.checkpoints_total_limit + 2) if train.checkpoints_total_limit else written
-
-
-def _sum_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

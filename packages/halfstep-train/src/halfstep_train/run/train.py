@@ -42,7 +42,7 @@ from halfstep_train.run.folder import (
 )
 from halfstep_train.run.frozen_modules import add_checksums, copy_made_here, write_made_here
 from halfstep_train.run.interrupts import catch_interrupts, raise_at_once
-from halfstep_train.run.journal import open_journal
+from halfstep_train.run.journal import Journal
 from halfstep_train.run.launch import Launch, choose_device, join_world
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
@@ -53,7 +53,6 @@ from halfstep_train.run.resume import accept_changes, refuse_changed_data
 from halfstep_train.run.run_rank import RunRank, post_warnings
 from halfstep_train.run.sharded_model import refuse_unshardable
 from halfstep_train.run.stored_run import StoredRun, open_stored_run
-from halfstep_train.run.stored_state import check_disk
 from halfstep_train.tune.fresh_thread import forget_compiled
 from halfstep_train.workloads.base.workload import Workload
 
@@ -127,9 +126,6 @@ class Run:
                 self.loaded = dataclasses.replace(self.loaded, config=apply_settled(self.config, self.workload))
                 self._refuse_unfit()
                 self._assemble(PlanChoice(self.config, self.workload, self.rank, self.device).choose())
-                if self.rank.writes:
-                    planned = folder or RunFolder.choose(out, name)
-                    self.warnings += check_disk(self.parts, planned, self.config.optimizer)
                 folder = folder or self._create_folder(out, name)
                 if self.rank.writes:
                     lock.enter_context(folder.lock())
@@ -172,7 +168,6 @@ class Run:
                 journal["num_records"] = cut_back(folder.metrics, int(journal["num_records"]))
             self._assemble(plan)
             self.warnings += [*stored.damaged, *moved, *other, *describe_changed_data(self.workload, folder)]
-            self.warnings += check_disk(self.parts, folder, config.optimizer)
             self.warnings += stored.fit_to_ranks(self.rank, self.parts)
             self.run()
         return folder.path
@@ -211,7 +206,7 @@ class Run:
             if is_new:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        journal = open_journal(parts, report)
+        journal = Journal(report, parts)
         if config.guard.capsules and parts.sharded is None:
             # Before the first step, so that a fault in it is recorded too.
             record_faults(parts, folder, journal.notice, config.guard, RunSource.of(config))

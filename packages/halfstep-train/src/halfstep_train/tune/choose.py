@@ -197,7 +197,8 @@ class Tuning:
 
         def may_go_on() -> bool:
             ran = [cost.ms / 1e3 for cost in costs if cost is not None]
-            limit_s = _limit_memory_trials(ran[0] * self.num_steps) if ran else MEMORY_TRIALS_S
+            run_s = ran[0] * self.num_steps if ran else math.inf
+            limit_s = min(MEMORY_TRIALS_S, max(SHARE * run_s, min(MEMORY_TRIALS_AT_LEAST_S, run_s)))
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
         optimizer = self.config.optimizer
@@ -223,11 +224,6 @@ def _explain_unmeasured(train: TrainConfig, plan: Plan) -> str:
     if plan.simulated:
         return "simulation is eager only"
     return "train.deterministic" if train.deterministic else f"trials are for CUDA, this is {plan.device}"
-
-
-def _limit_memory_trials(run_s: float) -> float:
-    """Return after how long no new setting is tried, for a run of this expected duration."""
-    return min(MEMORY_TRIALS_S, max(SHARE * run_s, min(MEMORY_TRIALS_AT_LEAST_S, run_s)))
 
 
 # --- the gain of fp8 in the layers of a run ---

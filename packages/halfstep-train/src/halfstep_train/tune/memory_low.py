@@ -38,7 +38,7 @@ WORTH_BYTES = 0.01
 BUDGETS = (0.9, 0.7, 0.5, 0.3)  # shares of the activations, tried in this order
 
 
-OUTRIGHT = "train.activation_checkpointing=true recomputes blocks whatever it takes"
+OUTRIGHT = "train.activation_checkpointing=true recomputes blocks at any cost"
 OUT_OF_TIME = "the rest: the time for trials was used up, which is no longer than the run itself"
 
 

@@ -283,9 +283,14 @@ class CachedMode:
     def choose_for_run(self, num_steps: int) -> dict[str, Any] | None:
         """Return the plan's fields for a run of this many steps; None if they have to be measured."""
         found = self.read()
-        if found is None or _leaves_open(found, num_steps):
+        if found is None:
             return None
-        start_s, saved_s = self._estimate_start_s(found), _estimate_saved_s(found, num_steps)
+        expected_s = (found.eager_ms or found.ms) / 1e3 * num_steps
+        if found.untried and expected_s > MUCH_LONGER * found.run_s:
+            return None
+        # Without an eager step no other mode runs.
+        saved_s = math.inf if found.eager_ms is None else (found.eager_ms - found.ms) / 1e3 * num_steps
+        start_s = self._estimate_start_s(found)
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
             self.mark()
@@ -311,14 +316,3 @@ class CachedMode:
         cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
         compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s
         return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
-
-
-def _leaves_open(found: FoundMode, num_steps: int) -> bool:
-    expected_s = (found.eager_ms or found.ms) / 1e3 * num_steps
-    return bool(found.untried) and expected_s > MUCH_LONGER * found.run_s
-
-
-def _estimate_saved_s(found: FoundMode, num_steps: int) -> float:
-    if found.eager_ms is None:
-        return math.inf  # no other mode runs
-    return (found.eager_ms - found.ms) / 1e3 * num_steps

@@ -64,7 +64,7 @@ class _Check:
         if not (blocks := find_blocks(self.model)):
             raise CannotRun(f"no block of layers is repeated in {type(self.model).__name__}")
         if rehearsal.workload.blocks and plan.mode not in ("", "eager"):
-            raise CannotRun("blocks have a forward of their own in captured steps")
+            raise CannotRun("blocks have their own forward in captured steps")
         self.plain = self._record_steps("none", watched=blocks)
         if any(isinstance(mark, tuple) and not math.isfinite(mark[1]) for mark in self.plain.left.values()):
             raise CannotRun(f"a step of {NUM_SAMPLES} samples is not finite, so nothing can be compared")
@@ -100,7 +100,7 @@ class _Check:
         gaps = compare_states(self.plain.left, tried.left)
         if other := next((name for name in gaps if gaps[name] and gaps[name] > self._compute_allowed_gap(name)), None):
             return f"{other} is not the same after {NUM_STEPS} steps"
-        return "" if tried.kept_bytes < self.plain.kept_bytes else "nothing of them is kept for backward"
+        return "" if tried.kept_bytes < self.plain.kept_bytes else "they keep nothing for backward"
 
     def _compute_allowed_gap(self, name: str) -> float:
         self.noise = self.noise or compare_states(self.plain.left, self._record_steps("none").left)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
 from halfstep_train.config.foreign import flatten_keys
-from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.folder import COMPARISON, RunFolder, make_paths_absolute
 from halfstep_train.tune.choose import find_asked_mode
 from halfstep_train.use.compare_run import (
     OUT_OF_MEMORY,
     ComparedRow,
+    CompareRequest,
     Job,
     RunOutcome,
     load_row,
@@ -36,42 +36,9 @@ from halfstep_train.use.compare_run import (
     run_in_parallel,
     train_row,
 )
-from halfstep_train.use.equivalence import (
-    SEEDS,
-    RowVerdict,
-    choose_margin,
-    is_wide,
-    judge_rows,
-)
+from halfstep_train.use.equivalence import RowVerdict, choose_margin, is_wide, judge_rows
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareRequest:
-    """What is compared, fixed before the first run."""
-
-    target: str
-    overrides: tuple[str, ...]
-    rows: tuple[ComparedRow, ...]
-    seeds: int = SEEDS
-    margin: float | None = None
-    """Largest difference that counts as the same; None: half a point, or 1 % of a loss."""
-    budget_s: float | None = None
-    at_once: int = 1
-    price: float | None = None
-    """Price of one device hour."""
-    best: bool = False
-    """Judge each run by its best validation instead of its last one."""
-
-    @property
-    def baseline(self) -> ComparedRow:
-        return self.rows[0]
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> CompareRequest:
-        rows = tuple(ComparedRow(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
-        return cls(**{**record, "rows": rows, "overrides": tuple(record["overrides"])})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,8 +48,6 @@ class Comparison:
     request: CompareRequest
     runs: list[RunOutcome] = field(default_factory=list)
     spent_s: float = 0.0
-    ended: str = ""
-    """Why no further seeds are run."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Every setting of each row at the start of the comparison, by row and key."""
     simulated: dict[str, str] = field(default_factory=dict)
@@ -101,19 +66,38 @@ class Comparison:
     def margin(self) -> float:
         if self.request.margin is not None:
             return self.request.margin
-        return choose_margin(self.list_finite(self.request.baseline.name), in_points=self.in_points)
+        return choose_margin(self.finals, in_points=self.in_points)
 
     @property
     def margin_from(self) -> str:
         rule = "half a point" if self.in_points else "1 % of the baseline's mean"
         return rule if self.request.margin is None else "as given"
 
-    def list_finite(self, row: str) -> list[float]:
-        return [run.value for run in self.select_paired(row) if math.isfinite(run.value)]
+    @property
+    def is_wide(self) -> bool:
+        """True if the margin is so wide that "same" means little."""
+        return bool(self.finals) and is_wide(self.margin, self.finals, in_points=self.in_points)
+
+    @property
+    def finals(self) -> list[float]:
+        """Return the baseline's finite metrics."""
+        return [run.value for run in self.select_paired(self.request.baseline.name) if math.isfinite(run.value)]
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self.request.rows) * self.request.seeds
 
     @property
     def is_spent(self) -> bool:
         return self.request.budget_s is not None and self.spent_s >= self.request.budget_s
+
+    @property
+    def ended(self) -> str:
+        """Return why no further seeds are run; empty if the comparison is unfinished."""
+        if len(self.runs) == self.num_wanted:
+            return f"all {format_count(self.request.seeds, 'seed')} are done"
+        spent = f"the budget of {self.request.budget_s or 0:g} s is spent (--resume with a larger --budget continues)"
+        return spent if self.is_spent else ""
 
     @property
     def in_points(self) -> bool:
@@ -160,7 +144,7 @@ class Comparison:
 
 def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
     """Check every row, then create the folder of a new comparison."""
-    configs = {row.name: load_row_config(request, row) for row in request.rows}
+    configs = {row.name: load_row(request, row).config for row in request.rows}
     simulated: dict[str, str] = {}
     for row, config in configs.items():
         hardware = probe(config.device)
@@ -173,29 +157,22 @@ def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, 
             raise
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
-    comparison = Comparison(request=request, settings=_flatten_settings(configs), simulated=simulated)
+    comparison = Comparison(request=request, settings=collect_settings(request), simulated=simulated)
     _write(folder, comparison)
     return folder, comparison
 
 
-def load_row_config(request: CompareRequest, row: ComparedRow, seed: int = 0) -> RunConfig:
-    return load_row(request.target, request.overrides, row, seed).config
-
-
 def collect_settings(request: CompareRequest) -> dict[str, dict[str, Any]]:
     """Return every setting of each row as stored in JSON, with absolute paths."""
-    return _flatten_settings({row.name: load_row_config(request, row) for row in request.rows})
-
-
-def _flatten_settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    return {name: flatten_keys(make_paths_absolute(config).model_dump(mode="json")) for name, config in configs.items()}
+    configs = {row.name: make_paths_absolute(load_row(request, row).config) for row in request.rows}
+    return {name: flatten_keys(config.model_dump(mode="json")) for name, config in configs.items()}
 
 
 def refuse_incomparable_runs(comparison: Comparison) -> None:
     """Raise ConfigError if settings changed since the comparison began: its runs would no longer be paired."""
     now = collect_settings(comparison.request)
     for row, then in comparison.settings.items():
-        if changed := _find_differences(then, now[row]):
+        if changed := find_differences(then, now[row]):
             key = changed[0]
             raise ConfigError(
                 f"{row}: {', '.join(changed)} changed since this comparison began",
@@ -204,7 +181,7 @@ def refuse_incomparable_runs(comparison: Comparison) -> None:
             )
 
 
-def _find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
+def find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
     return sorted(key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key))
 
 
@@ -220,10 +197,9 @@ def open_comparison(folder: Path) -> Comparison:
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
     """Train the missing runs, seed by seed, until all are done or the budget is spent; store each outcome at once."""
     with lock_folder(folder):
-        request, kept, comparison.ended = comparison.request, comparison.runs, ""
-        total = len(request.rows) * request.seeds
+        request, kept = comparison.request, comparison.runs
         rows, seeds = format_count(len(request.rows), "row"), format_count(request.seeds, "seed")
-        say(f"{rows} x {seeds}: {total} runs; {_describe_left(comparison, 0, 0.0)}")
+        say(f"{rows} x {seeds}: {comparison.num_wanted} runs; {_describe_left(comparison, 0, 0.0)}")
         for name, missing in comparison.simulated.items():
             say(f"warning: {name} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
         named = choose_folder_names(request.rows)
@@ -241,21 +217,17 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
             comparison.spent_s = before_s + clock.elapsed_s
             _write(folder, comparison)
             remove_all_but_records(job[2])
-            say(f"{_format_outcome(comparison, outcome)} ({_describe_left(comparison, number, clock.elapsed_s)})")
-            if len(kept) == 1 and (wide := explain_wide_margin(comparison)):
-                say(wide)  # before spending time on the other runs
+            ended = f"({outcome.stopped})" if outcome.stopped else f"{outcome.summary['elapsed_s']:.1f} s"
+            left = _describe_left(comparison, number, clock.elapsed_s)
+            say(f"{outcome.row}, seed {outcome.seed}: {comparison.metric} {outcome.value:.4f}, {ended} ({left})")
             if comparison.is_spent:
                 break
-        all_done = f"all {seeds} are done"
-        spent = f"the budget of {request.budget_s or 0:g} s is spent (--resume with a larger --budget continues)"
-        comparison.ended = all_done if len(kept) == total else spent
         _write(folder, comparison)
 
 
 def _describe_left(comparison: Comparison, num_new: int, elapsed_s: float) -> str:
     """Return `3 of 40 runs, about 18 min left`, from the time that this call's runs took."""
-    request, done = comparison.request, len(comparison.runs)
-    total = len(request.rows) * request.seeds
+    request, done, total = comparison.request, len(comparison.runs), comparison.num_wanted
     if done >= total or not num_new:
         return f"{done} of {total} runs are done" if done else "the first run shows how long they take"
     left_s = (total - done) * elapsed_s / num_new
@@ -266,47 +238,23 @@ def _describe_left(comparison: Comparison, num_new: int, elapsed_s: float) -> st
 
 def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome]) -> Iterator[RunOutcome]:
     """Run the jobs one after the other, or several at once if requested. The caller appends to `known` meanwhile."""
-    is_alone = request.at_once == 1
-    run = partial(train_row, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
-    if is_alone:
-        for row, seed, place in jobs:
-            too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
-            # Another seed needs as much memory: do not try the row again.
-            yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
+    if request.at_once > 1:
+        yield from run_in_parallel(partial(train_row, request, alone=False), jobs, request.at_once)
         return
-    yield from run_in_parallel(run, jobs, request.at_once)
-
-
-def explain_wide_margin(comparison: Comparison) -> str:
-    """Return a warning if the margin is so wide that "same" means little; else empty."""
-    outcomes = comparison.select_outcomes(comparison.request.baseline.name)
-    values = [run.value for run in outcomes if math.isfinite(run.value)]
-    margin, in_points = comparison.margin, comparison.in_points
-    if not values or not is_wide(margin, values, in_points=in_points):
-        return ""
-    size = f" ({100 * margin:g} points; half a point is 0.005)" if in_points else ""
-    return f'this margin is wide{size}, so "same" means little; with more data or steps seeds differ less'
+    for row, seed, place in jobs:
+        too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
+        # Another seed needs as much memory: do not try the row again.
+        yield train_row(request, row, seed, place) if too_large is None else replace(too_large, seed=seed)
 
 
 def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
     """Return when each run first reached the baseline's final quality minus the margin, in seconds; None: never."""
-    finals = comparison.list_finite(comparison.request.baseline.name)
+    finals = comparison.finals
     if not finals:
         return []
     sign = 1 if comparison.mode == "max" else -1
     bar = sign * sum(finals) / len(finals) - comparison.margin
     return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
-
-
-def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:
-    """Return every setting in which the row differs from the baseline, derived ones included."""
-    settings = comparison.settings
-    return _find_differences(settings[row.name], settings[comparison.request.baseline.name])
-
-
-def _format_outcome(comparison: Comparison, run: RunOutcome) -> str:
-    aside = f"({run.stopped})" if run.stopped else f"{run.summary['elapsed_s']:.1f} s"
-    return f"{run.row}, seed {run.seed}: {comparison.metric} {run.value:.4f}, {aside}"
 
 
 def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:

@@ -31,16 +31,14 @@ from halfstep.errors import (
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import explain_simulation
 from halfstep_train.config.load import Loaded
-from halfstep_train.report.metrics_file import read
-from halfstep_train.run.ending import read_summary
+from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.train import train
+from halfstep_train.use.equivalence import SEEDS
 from halfstep_train.workloads import load
 
 End = Literal["done", "stopped", "out of memory"]
 """How a run ended: normally, stopped by its guard, or out of memory."""
-QUIET = ("log.quiet=true",)
-"""A comparison prints one table and draws one picture for all its runs."""
 OUT_OF_MEMORY: End = "out of memory"
 
 
@@ -50,6 +48,33 @@ class ComparedRow:
 
     name: str
     overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareRequest:
+    """What is compared, fixed before the first run."""
+
+    target: str
+    overrides: tuple[str, ...]
+    rows: tuple[ComparedRow, ...]
+    seeds: int = SEEDS
+    margin: float | None = None
+    """Largest difference that counts as the same; None: half a point, or 1 % of a loss."""
+    budget_s: float | None = None
+    at_once: int = 1
+    price: float | None = None
+    """Price of one device hour."""
+    best: bool = False
+    """Judge each run by its best validation instead of its last one."""
+
+    @property
+    def baseline(self) -> ComparedRow:
+        return self.rows[0]
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> CompareRequest:
+        rows = tuple(ComparedRow(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
+        return cls(**{**record, "rows": rows, "overrides": tuple(record["overrides"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,34 +104,26 @@ class RunOutcome:
         return {**dataclasses.asdict(self), "value": self.value if math.isfinite(self.value) else None}
 
 
-def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int) -> Loaded:
+def load_row(request: CompareRequest, row: ComparedRow, seed: int = 0) -> Loaded:
     """Load the config of a row: common overrides, then the row's, then the seed; later ones win.
 
     A format that the device lacks is simulated unless the user decided otherwise: a fallback would compare another
     format.
     """
-    given = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
+    # A comparison prints one table for all its runs.
+    given = (*request.overrides, *row.overrides, f"train.seed={seed}", "log.quiet=true")
     # One override per key: the loader refuses two of one layer that disagree.
     last = {override.split("=", 1)[0]: override for override in given}
-    loaded = load(target, overrides=list(last.values()))
+    loaded = load(request.target, overrides=list(last.values()))
     is_open = loaded.origins["precision.simulate"].layer == "default"
     if is_open and explain_simulation(loaded.config.precision, probe(loaded.config.device)):
-        return load(target, overrides=[*last.values(), "precision.simulate=true"])
+        return load(request.target, overrides=[*last.values(), "precision.simulate=true"])
     return loaded
 
 
-def train_row(
-    row: ComparedRow,
-    seed: int,
-    folder: Path,
-    *,
-    target: str,
-    overrides: Sequence[str],
-    best: bool = False,
-    alone: bool = True,
-) -> RunOutcome:
+def train_row(request: CompareRequest, row: ComparedRow, seed: int, folder: Path, *, alone: bool = True) -> RunOutcome:
     """Train this row with this seed; resume an interrupted run from its checkpoint."""
-    loaded = load_row(target, overrides, row, seed)
+    loaded = load_row(request, row, seed)
     end: End = "done"
     stopped, is_resumed = "", bool(list(folder.glob("checkpoints/step-*")))
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +137,8 @@ def train_row(
         except TrainingStopped as error:
             end, stopped = "stopped", error.what
         except (MemoryLimitError, OutOfMemory) as error:
-            end, stopped = OUT_OF_MEMORY, _explain_out_of_memory(error, alone=alone)
+            what = error.what if isinstance(error, MemoryLimitError) else summarise_error(error)
+            end, stopped = OUT_OF_MEMORY, what if alone else f"{what}, with other runs at the same time"
         except Interrupted:
             raise
         except HalfstepError as error:
@@ -130,18 +148,13 @@ def train_row(
             raise
     if end != "done":
         gc.collect()  # free its model and batches for the next runs
-    found = _read_outcome(folder, row, seed, best=best, alone=alone and not is_resumed, has_ended=end == "done")
-    return dataclasses.replace(found, end=end, stopped=stopped)
-
-
-def _read_outcome(folder: Path, row: ComparedRow, seed: int, *, best: bool, alone: bool, has_ended: bool) -> RunOutcome:
-    """Read the result of a run from its folder."""
-    summary = (read_summary(folder) or {}) | read_data_digest(folder) if has_ended else {}
-    validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
-    # The metric's name is in the summary, which only ended runs have.
-    curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
+    summary, curve = dict[str, Any](), list[tuple[int, float, float]]()
+    if end == "done":
+        record = read_run(folder)
+        summary = record.summary | read_data_digest(folder)
+        curve = [(v["step"], v["elapsed_s"], float(v[record.metric])) for v in record.select_kind("val")]
     value = curve[-1][2] if curve else math.nan
-    if best and curve:
+    if request.best and curve:
         value = (max if summary["mode"] == "max" else min)(point[2] for point in curve)
     return RunOutcome(
         row=row.name,
@@ -149,13 +162,10 @@ def _read_outcome(folder: Path, row: ComparedRow, seed: int, *, best: bool, alon
         value=value,
         curve=tuple(point for point in curve if math.isfinite(point[2])),
         summary=summary,
-        alone=alone,
+        alone=alone and not is_resumed,
+        end=end,
+        stopped=stopped,
     )
-
-
-def _explain_out_of_memory(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
-    what = error.what if isinstance(error, MemoryLimitError) else summarise_error(error)
-    return what if alone else f"{what}, with other runs at the same time"
 
 
 def read_data_digest(folder: Path) -> dict[str, str]:

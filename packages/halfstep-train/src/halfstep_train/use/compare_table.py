@@ -18,12 +18,10 @@ from halfstep_train.report.page.read_run import SAMPLES, find_rate_key, format_r
 from halfstep_train.run.memory.sizing import predict_largest_batch
 from halfstep_train.use.compare import (
     Comparison,
-    explain_wide_margin,
-    find_differing_keys,
-    load_row_config,
+    find_differences,
     measure_time_to_quality,
 )
-from halfstep_train.use.compare_run import OUT_OF_MEMORY, RunOutcome
+from halfstep_train.use.compare_run import OUT_OF_MEMORY, RunOutcome, load_row
 from halfstep_train.use.equivalence import RowVerdict
 
 
@@ -44,7 +42,8 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
     times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
     # The median over all seeds is infinite if half of them never reach the quality.
     to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
-    judged = _format_verdict(verdict, is_wide=bool(explain_wide_margin(comparison)))
+    judged = "baseline" if verdict is None else str(verdict)
+    judged += ", wide margin" if verdict is not None and verdict.word == "same" and comparison.is_wide else ""
     return TableLine(
         row=row,
         ran=_describe_ran(comparison, row),
@@ -88,14 +87,8 @@ def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) 
         return None
     request, run = comparison.request, alone[0]
     row = next(row for row in request.rows if row.name == run.row)
-    config = load_row_config(request, row, run.seed)
+    config = load_row(request, row, run.seed).config
     return predict_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
-
-
-def _format_verdict(verdict: RowVerdict | None, *, is_wide: bool) -> str:
-    if verdict is None:
-        return "baseline"
-    return f"{verdict}, wide margin" if verdict.word == "same" and is_wide else str(verdict)
 
 
 def _compute_median(runs: Sequence[RunOutcome], key: str, *, per: str = "") -> float | None:
@@ -108,12 +101,13 @@ def collect_notes(comparison: Comparison) -> list[str]:
     request, margin = comparison.request, comparison.margin
     better = "" if comparison.mode == "max" else " (lower is better)"
     notes = [f"margin {margin:.4g} in {comparison.metric}{better}: {comparison.margin_from}"]
-    if wide := explain_wide_margin(comparison):
-        notes.append(wide)
+    if comparison.is_wide:
+        notes.append('this margin is wide, so "same" means little; with more data or steps seeds differ less')
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
     notes.append(f"{format_count(comparison.count_whole_seeds(), 'paired seed')}, {rule}, 5 % in all")
     for row in request.rows[1:]:
-        differing = ", ".join(find_differing_keys(comparison, row)) or "no setting"
+        of_row, of_baseline = (comparison.settings[name] for name in (row.name, request.baseline.name))
+        differing = ", ".join(find_differences(of_row, of_baseline)) or "no setting"
         notes.append(f"{row.name} differs from {request.baseline.name} in {differing}")
     for name, verdict in comparison.judge().items():
         if verdict.why:
@@ -163,14 +157,9 @@ def convert_comparison(comparison: Comparison) -> dict[str, Any]:
         "margin_from": comparison.margin_from,
         "seeds": comparison.count_whole_seeds(),
         "ended": comparison.ended,
-        "rows": [_convert_line(line) for line in build_lines(comparison)],
+        "rows": [line.to_json() for line in build_lines(comparison)],
         "notes": collect_notes(comparison),
     }
-
-
-def _convert_line(line: TableLine) -> dict[str, Any]:
-    values = [value if math.isfinite(value) else None for value in line.values]
-    return {name: value for name, value in {**asdict(line), "values": values}.items() if name not in ("rate", "curves")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +191,10 @@ class TableLine:
     def title(self) -> str:
         return f"{self.row} ({self.ran})" if self.ran else self.row
 
+    def to_json(self) -> dict[str, Any]:
+        record = {name: value for name, value in asdict(self).items() if name not in ("rate", "curves")}
+        return record | {"values": [value if math.isfinite(value) else None for value in self.values]}
+
 
 def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str]]:
     """Return the table's cells by column title, for the terminal and the HTML page."""
@@ -223,10 +216,11 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
     return {title: cells for title, cells in columns.items() if any(cells)}
 
 
-def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str], console: Console) -> None:
-    for columns in split_columns(build_columns(lines, metric), console.width, names=("row",)):
-        console.print(make_columns_table(columns, left=("row", "verdict")))
-    for note in notes:
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    columns = build_columns(build_lines(comparison), comparison.metric)
+    for table in split_columns(columns, console.width, names=("row",)):
+        console.print(make_columns_table(table, left=("row", "verdict")))
+    for note in collect_notes(comparison):
         print_text(console, Text(note, style="dim"))
 
 

@@ -40,7 +40,7 @@ from halfstep_train.use.open_run import (
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import load_part, resolve_options
 from halfstep_train.workloads.base.other_data import use_folder
-from halfstep_train.workloads.base.using import PlainEvaluation
+from halfstep_train.workloads.base.using import EvaluateRequest, PlainEvaluation
 from halfstep_train.workloads.base.workload import Batch, Workload
 
 
@@ -156,10 +156,14 @@ class LoadedModel:
     def score(self, evaluation: Any, options: Mapping[str, Any]) -> dict[str, float]:
         """Return the scores that the family's options ask for, else those of validation."""
         if options:
-            trained = wrap_trained(self.model, self.plan, self.report)
-            found = evaluation.score_with_options(
-                self.config, trained, options, self.report.show_phase, self.batch_size
+            request = EvaluateRequest(
+                config=self.config,
+                trained=wrap_trained(self.model, self.plan, self.report),
+                options=options,
+                phase=self.report.show_phase,
+                batch_size=self.batch_size,
             )
+            found = evaluation.score_with_options(request)
             if found is not None:
                 return dict(found)
         # Micro-batches as in training: a batch that did not fit then does not fit now.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,11 +25,11 @@ from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import read_rng_state
 from halfstep.step.randomness import choose_algorithms
+from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import PrecisionConfig, RunConfig
-from halfstep_train.data.loader import Loader
 from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, provide_data
 from halfstep_train.run.engine import Engine, make_engine, prepare_window
-from halfstep_train.run.folder import find_moved_data, is_run, load_target
+from halfstep_train.run.folder import find_moved_data, is_run
 from halfstep_train.run.frozen_modules import add_checksums, get_modules
 from halfstep_train.run.step_ledger import AnyEngine, Recording, list_engines, observe_ledgers
 from halfstep_train.tune.modes import Batch, Level
@@ -39,11 +39,9 @@ MOST_STEPS = 8
 """Enough steps to capture a graph."""
 
 
-def record_ledger(
-    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
-) -> list[Ledger]:
+def record_ledger(source: str, loaded: Loaded, *, trust: bool = False) -> list[Ledger]:
     """Record the formats of one step: of a run, with its weights and stored plan, or of what would be trained."""
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (_, parts, engine, window):
+    with assemble_step(source, loaded, trust=trust) as (_, parts, engine, window):
         return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
@@ -62,29 +60,25 @@ def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> l
 
 @contextmanager
 def assemble_step(
-    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+    source: str, loaded: Loaded, *, trust: bool = False
 ) -> Iterator[tuple[RunConfig, Assembly, AnyEngine, list[Batch]]]:
     """Yield a config, its assembly after one step (so that the optimizer has state), engine and a window of data."""
-    loaded = load_target(source, flags=flags, overrides=overrides, trust=trust)
     with provide_data(loaded.config) as config:
-        made = _assemble_run(Path(source), config, trust=trust) if is_run(source) else _assemble_config(config)
-        config, parts = made
+        if is_run(source):
+            config, parts = _assemble_run(Path(source), config, trust=trust)
+        else:
+            workload = add_checksums(build_workload(config))
+            config = apply_settled(config, workload)
+            parts = assemble(config, workload, decide_plan(config, workload, probe(config.device)))
         try:
             with choose_algorithms(deterministic=config.train.deterministic):
                 engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
-                window = _read_first_window(parts)
+                window = read_batches(parts, parts.step.accumulate)
                 engine(window)
                 yield config, parts, engine, window
         finally:
             parts.train_loader.close()
             parts.val_loader.close()
-
-
-def _assemble_config(config: RunConfig) -> tuple[RunConfig, Assembly]:
-    workload = add_checksums(build_workload(config))
-    settled = apply_settled(config, workload)
-    plan = decide_plan(settled, workload, probe(settled.device))
-    return settled, assemble(settled, workload, plan)
 
 
 def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> tuple[RunConfig, Assembly]:
@@ -99,11 +93,10 @@ def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> tuple[RunCon
     return found, parts
 
 
-def _read_first_window(parts: Assembly) -> list[Batch]:
-    loader: Loader = parts.train_loader
-    batches = loader.iterate_epoch(0)
-    window = [next(batches) for _ in range(min(parts.step.accumulate, len(loader)))]
-    return [{name: value.to(parts.device) for name, value in batch.items()} for batch in window]
+def read_batches(parts: Assembly, num: int) -> list[Batch]:
+    """Return the first batches of the first epoch, on the device."""
+    batches = itertools.islice(parts.train_loader.iterate_epoch(0), num)
+    return [{name: value.to(parts.device) for name, value in batch.items()} for batch in batches]
 
 
 def _ignore_notice(text: str, level: Level) -> None:
@@ -115,32 +108,17 @@ WARM_UP = 3
 """Steps before the one whose updates are judged: Adam's first updates are larger than later ones."""
 
 
-def dry_run(
-    source: str,
-    target: DryRunTarget,
-    *,
-    flags: Mapping[str, object],
-    overrides: Sequence[str],
-    trust: bool = False,
-) -> list[Judgement]:
+def dry_run(source: str, loaded: Loaded, target: DryRunTarget, *, trust: bool = False) -> list[Judgement]:
     """Predict what the format would do, module by module; a stored run is not changed."""
-    if not is_run(source):  # a run keeps the precision that it was trained in
-        flags = {**flags, "precision": "fp32"}
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (config, parts, engine, _):
-        windows = read_windows(parts, JUDGED_BATCHES)
+    with assemble_step(source, loaded, trust=trust) as (config, parts, engine, _):
+        windows = [prepare_window(parts, [batch]) for batch in read_batches(parts, JUDGED_BATCHES)]
         found: list[Judgement] = []
         for phase, own in list_engines(engine):
             rows = judge_modules(build_subject(own, windows[0], config.precision), target, windows)
-            found += [_add_phase(row, phase) for row in rows]
+            found += [dataclasses.replace(row, kind=f"{row.kind} ({phase})") if phase else row for row in rows]
         if target == "bf16-true":
             found += _judge_updates(config, parts, engine)
         return found
-
-
-def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
-    batches = itertools.islice(parts.train_loader.iterate_epoch(0), num)
-    placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
-    return [prepare_window(parts, [batch]) for batch in placed]
 
 
 def build_subject(engine: Engine, window: list[Batch], asked: PrecisionConfig) -> Subject:
@@ -170,11 +148,10 @@ def _decide_plan(asked: PrecisionConfig, parts: Assembly, precision: str) -> Pla
 
 def _judge_updates(config: RunConfig, parts: Assembly, engine: AnyEngine) -> list[Judgement]:
     """Judge the weight updates of one step, after a few warm-up steps of the optimizer."""
-    batches = itertools.islice(parts.train_loader.iterate_epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
-    for batch in batches:
+    for batch in read_batches(parts, WARM_UP + 1):
         before = after
-        engine([{name: value.to(parts.device) for name, value in batch.items()}])
+        engine([batch])
         after = _copy_parameters(parts)
     rounding = config.precision.rounding
     is_kept = config.optimizer.name == "adamw" and rounding != "nearest"
@@ -183,7 +160,3 @@ def _judge_updates(config: RunConfig, parts: Assembly, engine: AnyEngine) -> lis
 
 def _copy_parameters(parts: Assembly) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in parts.model.named_parameters() if value.requires_grad}
-
-
-def _add_phase(row: Judgement, phase: str) -> Judgement:
-    return dataclasses.replace(row, kind=f"{row.kind} ({phase})") if phase else row

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.disk import find_unused_path
-from halfstep.errors import CheckpointError, ConfigError, HardwareError, suggest_nearest
+from halfstep.errors import CheckpointError, HardwareError, suggest_nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.names import normalise_precision
@@ -98,7 +98,12 @@ def choose_plan(
 ) -> Plan:
     """Return the stored plan, or a new one for another device or precision, or if the run's device is missing."""
     stored = run.folder.read_plan()
-    hardware = probe(device or _find_device(stored.device))
+    try:
+        hardware = probe(device or stored.device)
+    except HardwareError:
+        if device is not None:
+            raise
+        hardware = probe("auto")  # this machine lacks the run's device
     if precision is None and hardware.device == stored.device:
         return stored
     request = run.config.precision
@@ -128,7 +133,7 @@ def load_weights(
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{run.path.name} does not hold the weights of this run's {run.config.workload}",
+            f"{run.path.name} does not contain the weights of this run's {run.config.workload}",
             why=" ".join(str(error).split())[:300],
             fix=f"check whether {run.folder.config} or your model's code changed after training",
         ) from error
@@ -140,12 +145,7 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """Make an output folder: `out`, new or empty, or `default`, numbered if taken; remove it if left empty."""
     folder = out or find_unused_path(default)
     refuse_used_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create {folder}: {error.strerror}", fix="choose a writable folder with --out"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     finally:
@@ -192,14 +192,6 @@ def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Pat
     raise CheckpointError(
         failures[0].what, why="no other checkpoint could be used", fix="try --checkpoint last, or train the run again"
     )
-
-
-def _find_device(device: str) -> str:
-    """Return the run's device if this machine has it, else `auto`."""
-    try:
-        return probe(device).device
-    except HardwareError:
-        return "auto"
 
 
 def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> TrainedModel:

@@ -32,7 +32,7 @@ from halfstep_train.use.open_run import (
 )
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import PredictCommand, load_part, resolve_options
-from halfstep_train.workloads.base.using import Input, Predictor, PredictRequest, TrainedModel, get_frozen_parts
+from halfstep_train.workloads.base.using import Input, Predictor, PredictRequest, get_frozen_parts
 
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
@@ -106,14 +106,24 @@ def predict(
         if folder and left:
             answers, inputs = _continue(folder, left, inputs, report)
         try:
-            with catch_interrupts(answer=FINISHING) as asked_to_stop:
-                num_left = _answer_all(
-                    predictor, inputs, trained, replace(request, out=folder), report, answers, failed, asked_to_stop
-                )
+            with (
+                catch_interrupts(answer=FINISHING) as asked_to_stop,
+                report.show_phase("Predicting", len(inputs)) as bar,
+            ):
+                for result in predictor.answer_all(inputs, trained, replace(request, out=folder), bar):
+                    if isinstance(result, Answer):
+                        answers.append(result)
+                    else:
+                        failed.append(result)
+                        _report_failure(result, report)
+                    bar.advance()
+                    # A signal during the last file needs no action: everything is done.
+                    if asked_to_stop and bar.done < bar.total:
+                        break
         except KeyboardInterrupt:
             raise _explain_second_stop(folder, answers) from None
-        if num_left:
-            raise _store_unfinished(folder, call, command, answers, num_left, asked_to_stop)
+        if asked_to_stop and bar.done < bar.total:
+            raise _store_unfinished(folder, call, command, answers, bar.total - bar.done, asked_to_stop)
         if failed:
             _refuse_none_usable(answers, failed)
         made = Predictions(
@@ -140,31 +150,6 @@ def _find_command(workload: str) -> PredictCommand:
     return command
 
 
-def _answer_all(
-    predictor: Predictor,
-    inputs: list[Input],
-    trained: TrainedModel,
-    request: PredictRequest,
-    report: RunReport,
-    answers: list[Answer],
-    failed: list[Failure],
-    asked_to_stop: Interrupts,
-) -> int:
-    """Add an answer or a failure for each input; return how many are left if a signal stopped it."""
-    with report.show_phase("Predicting", len(inputs)) as bar:
-        for result in predictor.answer_all(inputs, trained, request, bar):
-            if isinstance(result, Answer):
-                answers.append(result)
-            else:
-                failed.append(result)
-                _report_failure(result, report)
-            bar.advance()
-            # A signal during the last file needs no action: everything is done.
-            if asked_to_stop and bar.done < bar.total:
-                return bar.total - bar.done
-    return 0
-
-
 # --- interrupted calls ---
 
 
@@ -180,7 +165,7 @@ def _read_unfinished(out: Path | None, call: Mapping[str, Any]) -> dict[str, Any
     now = json.loads(dump_json(call))
     if differing := [name for name in now if now[name] != former.get(name)]:
         raise ConfigError(
-            f"--out {out} holds an unfinished prediction of another command",
+            f"--out {out} contains an unfinished prediction of another command",
             why=f"{differing[0]}: {former.get(differing[0])} then, {now[differing[0]]} now",
             fix="repeat the same command, or choose a new or empty folder",
         )
@@ -236,7 +221,7 @@ def _explain_second_stop(folder: Path | None, answers: list[Answer]) -> Interrup
     has_files = folder is not None and any(folder.iterdir())
     return Interrupted(
         f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
-        + (f"; {folder} may hold an incomplete file" if has_files else "; nothing was written"),
+        + (f"; {folder} may contain an incomplete file" if has_files else "; nothing was written"),
         fix=f"remove {folder}, or name another folder with --out" if has_files else "",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from halfstep.errors import format_bytes, format_count
@@ -16,6 +16,7 @@ from halfstep.evidence.proofs import (
     is_same_rate,
 )
 from halfstep.step.step import GuardedStep, LossFn
+from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.page.read_run import RunRecord, read_run
 from halfstep_train.run.assemble import Assembly
@@ -38,21 +39,23 @@ NAN, CLIP, RATE, AMP = (
 Proof = Callable[[GuardedStep, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
-def verify(
-    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
-) -> list[ProofLine]:
+def verify(source: str, loaded: Loaded, *, trust: bool = False) -> list[ProofLine]:
     """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
     record = read_run(Path(source)) if is_run(source) else None
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (config, parts, engine, window):
+    with assemble_step(source, loaded, trust=trust) as (config, parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
             _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
-            _check_clipping(parts, engine, window),
+            _prove_each_phase(CLIP, engine, window, parts, check_clipping)
+            if parts.train.clip_norm
+            else ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured"),
             _check_rate(config, parts, engine, window, record),
             amp,
         ]
     if record is None:
-        return [*lines, *_list_unrecorded()]
+        text = "nothing has run yet: give a run's folder"
+        names = ("GPU use", "memory", "skipped steps", "capsules")
+        return [*lines, *(ProofLine(name=name, holds=None, text=text) for name in names)]
     return [*lines, _check_gpu(record), _check_memory(record), _check_skipped(record), _check_capsules(record)]
 
 
@@ -65,12 +68,6 @@ def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: 
         found.append((holds, f"{phase}: {text}" if phase else text))
     worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
     return ProofLine(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
-
-
-def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
-    if not parts.train.clip_norm:
-        return ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
-    return _prove_each_phase(CLIP, engine, window, parts, check_clipping)
 
 
 def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
@@ -122,11 +119,6 @@ def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]
         config.step_settings, parts.model, setting, length, groups=parts.workload.groups
     )
     return lambda committed: float(optimizer.param_groups[0]["lr"]) * schedules[0](committed)
-
-
-def _list_unrecorded() -> list[ProofLine]:
-    text = "nothing has run yet: give a run's folder"
-    return [ProofLine(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
 
 
 def _check_gpu(record: RunRecord) -> ProofLine:

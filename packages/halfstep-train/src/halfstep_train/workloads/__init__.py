@@ -16,33 +16,18 @@ if TYPE_CHECKING:
     from halfstep_train.config.schema import RunConfig
     from halfstep_train.workloads.base.workload import Workload
 
-SEGMENTATION, CLASSIFICATION, LANGUAGE, SLOTS = (
-    "halfstep_train.workloads.segmentation:KIND",
-    "halfstep_train.workloads.classification:KIND",
-    "halfstep_train.workloads.language:KIND",
-    "halfstep_train.workloads.slots:KIND",
-)
-
+_CLASSIFICATION = "halfstep_train.workloads.classification:KIND"
 KINDS = Kinds(
     {
-        "resnet18": CLASSIFICATION,
-        "resnet34": CLASSIFICATION,
-        "resnet50": CLASSIFICATION,
-        "resnet101": CLASSIFICATION,
-        "resnet152": CLASSIFICATION,
-        "vit_s_16": CLASSIFICATION,
-        "vit_b_16": CLASSIFICATION,
-        "vit_l_16": CLASSIFICATION,
-        "unet": SEGMENTATION,
-        "gpt2": LANGUAGE,
-        "gpt2_medium": LANGUAGE,
-        "gpt2_large": LANGUAGE,
-        "gpt2_xl": LANGUAGE,
+        **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), _CLASSIFICATION),
+        **dict.fromkeys(("vit_s_16", "vit_b_16", "vit_l_16"), _CLASSIFICATION),
+        "unet": "halfstep_train.workloads.segmentation:KIND",
+        **dict.fromkeys(("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "halfstep_train.workloads.language:KIND"),
         "vae": "halfstep_train.workloads.diffusion:VAE",
         "diffusion": "halfstep_train.workloads.diffusion:DIFFUSION",
         "steve": "halfstep_train.workloads.slots:STEVE",
         "slotcontrast_steve": "halfstep_train.workloads.slots:WITH_WORDS",
-        "slotcontrast": SLOTS,
+        "slotcontrast": "halfstep_train.workloads.slots:KIND",
         "radiodiff_vae": "halfstep_train.workloads.radio:VAE_KIND",
         "radiodiff": "halfstep_train.workloads.radio:KIND",
     }

@@ -78,7 +78,7 @@ def find_mesh(tensors: Iterable[object]) -> DeviceMesh | None:
         if not is_plain or tensor.device_mesh != mesh:
             raise CheckpointError(
                 f"a tensor is sharded as {tensor.placements} on {tensor.device_mesh}",
-                why="sharded checkpoints support one mesh, of which the last dimension shards and the others replicate",
+                why="sharded checkpoints support one mesh, whose last dimension shards and whose others replicate",
                 fix="apply fully_shard to the whole model with one mesh (1D, or 2D for HSDP)",
             )
     return mesh
@@ -309,7 +309,7 @@ def name_file(rank: int) -> str:
 def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"cannot write the sharded checkpoint {folder}: {problem}",
-        why="it is incomplete and will not be loaded; what was stored before is intact",
+        why="it is incomplete and will not be loaded; earlier saves are intact",
         fix="free some space, or choose a folder on a disk that all ranks share and can write to",
     )
 
@@ -337,11 +337,11 @@ def check_coverage(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
         for rank, start, length in sorted(entry["pieces"], key=lambda piece: piece[1]):
             if start != covered or length <= 0:
                 what = f"a gap at {covered}" if start > covered else f"an overlap at {start}"
-                raise CheckpointError(f"the pieces of {name} leave {what} of {end} (rank {rank})")
+                raise CheckpointError(f"the slices of {name} leave {what} of {end} (rank {rank})")
             held[rank][name] = [dtype, [length if d == dim else size for d, size in enumerate(shape)]]
             covered += length
         if covered != end:
-            raise CheckpointError(f"the pieces of {name} end at {covered} of {end}")
+            raise CheckpointError(f"the slices of {name} end at {covered} of {end}")
     return held
 
 
@@ -369,7 +369,7 @@ class StoredShards:
             raise mark_agreed(
                 CheckpointError(
                     f"checkpoint {folder.name} is damaged: {found}",
-                    why="a file was edited, is missing or of another save, or the disk or a copy damaged it",
+                    why="a file is missing, edited or from another save, or the disk or a copy damaged it",
                     fix="load an older save, or copy it again",
                 )
             )
@@ -378,7 +378,7 @@ class StoredShards:
         try:
             self.manifest = manifest = read_sealed((self.folder / MANIFEST).read_bytes())
         except FileNotFoundError:
-            raise CheckpointError(f"{MANIFEST} is missing: the save was not completed, or it is none") from None
+            raise CheckpointError(f"{MANIFEST} is missing: the save was not completed, or this is not a save") from None
         except ValueError as error:
             raise CheckpointError(f"{MANIFEST}: {error}") from None
         if manifest["layout"] != LAYOUT_VERSION:
@@ -399,7 +399,7 @@ class StoredShards:
         self._files.append(file := TensorFile(path))
         self._heads.append(head := read_sealed(file.metadata[DOCUMENT]))
         if head["save"] != self.manifest["save"] or head["rank"] != rank:
-            raise CheckpointError(f"{path.name} is of another save or rank")
+            raise CheckpointError(f"{path.name} belongs to another save or rank")
         found = {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in file.described.items()}
         if differing := sorted(n for n in found.keys() | held.keys() if found.get(n) != held.get(n)):
             raise CheckpointError(f"manifest and {path.name} differ in {', '.join(differing[:NUM_SHOWN])}")
@@ -421,7 +421,7 @@ class StoredShards:
             raise mark_agreed(
                 CheckpointError(
                     f"checkpoint {self.folder.name} was saved with {then}, and this is {now}",
-                    why="sums over other ranks are added in another order, so training would not continue exactly",
+                    why="with other ranks, sums are added in another order, so training would not continue exactly",
                     fix=f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}",
                 )
             )

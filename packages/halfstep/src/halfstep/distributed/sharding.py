@@ -34,7 +34,7 @@ def is_dtensor(tensor: object) -> bool:
 
 def has_dtensor(tensors: Iterable[object]) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
 
 
 def get_local(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from halfstep.errors import HalfstepError, RankLost
 
 LIMIT_S = 600.0  # how long a rank is waited for
 LIMIT_NAME = " (train.rank_timeout_s)"
-RESUME_RUN = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
+RESUME_RUN = "continue from the last checkpoint with --resume RUN; torchrun --max-restarts does this itself"
 """The fix that RankLost gives in runs."""
 GRACE_S = 3.0  # how long a rank waits for the lost one's own error, and for others that lost it
 SEEN_S = 1.0  # without a store: how long a rank stays alive, so that others do not report it as the lost one

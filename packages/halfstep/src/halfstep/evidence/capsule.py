@@ -107,9 +107,7 @@ def write_capsule(
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
             (hidden / ABOUT).write_text(json.dumps(to_strict_json(document), indent=1), encoding="utf-8")
     except (OSError, TypeError) as error:
-        why = (
-            "its batches hold what JSON and safetensors cannot" if isinstance(error, TypeError) else "training goes on"
-        )
+        why = "its batches have values that JSON cannot store" if isinstance(error, TypeError) else "training continues"
         raise CheckpointError(
             f"cannot write the capsule {path}: {error}",
             why=why,

@@ -26,7 +26,7 @@ def _make_missing_error(path: Path) -> CheckpointError:
     inside = list_capsules(path) or list_capsules(path / "capsules")
     if inside:
         return CheckpointError(
-            f"{path} holds {format_count(len(inside), 'capsule')}", why="one step is replayed at a time",
+            f"{path} contains {format_count(len(inside), 'capsule')}", why="one step is replayed at a time",
             fix=f"halfstep replay {inside[0]}",
         )  # fmt: skip
     if (path / CONFIG).is_file():

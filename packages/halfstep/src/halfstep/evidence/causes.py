@@ -228,7 +228,7 @@ def _diagnose_chance(runs: Runs) -> Diagnosis | None:
     memory."""
     if not runs.again.is_good:
         return None
-    shown = ["run again, the step fails once and is good once: it depends on what the capsule does not hold"]
+    shown = ["run twice, the step fails once and succeeds once: the capsule lacks what it depends on"]
     return Diagnosis(cause=NOT_REPRODUCED, shown=shown, origin=runs.as_was.origin)
 
 
@@ -238,7 +238,7 @@ def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
         return None
     without_ours = runs.others.get("kernels off")
     whose = "our kernels" if without_ours is not None and without_ours.is_good else "the compiler's code"
-    return Diagnosis(cause=KERNEL, shown=[f"eager is good at equal dtypes: {whose} is at fault"])
+    return Diagnosis(cause=KERNEL, shown=[f"the eager step is good with equal dtypes: {whose} is at fault"])
 
 
 def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -266,7 +266,7 @@ def _diagnose_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
     bad = {name: ~whole[name].isfinite() for name in find_non_finite(whole)}
     shown = [f"{name} {_describe_start(start.get(name))}" for name in (*averages, *bad)]
     garbage = {name: v.abs() > GARBAGE for name, v in whole.items() if name not in bad and _is_garbage(v)}
-    shown += [f"{name} holds {_find_largest(whole[name]):.3g}: never written?" for name in garbage]
+    shown += [f"{name} contains {_find_largest(whole[name]):.3g}: never written?" for name in garbage]
     if not shown:
         return None
     return Diagnosis(cause=BAD_STATE, shown=shown, averages=averages, tensors={**bad, **garbage})
@@ -282,7 +282,7 @@ def _diagnose_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
         bad = torch.ones_like(value, dtype=torch.bool) if not value.any() else value < 0
         if bad.any() and subject.is_good_with({name: value.masked_fill(bad, 1.0)}):
             found = "nothing but zeros: never written?" if not value.any() else f"{float(value.min()):.3g}"
-            shown = [f"{name} holds {found}", "with 1 in its place the step is good"]
+            shown = [f"{name} contains {found}", "with 1 in its place the step is good"]
             return Diagnosis(cause=BAD_STATE, shown=shown, origin=runs.eager.origin, tensors={name: bad})
     return None
 
@@ -378,7 +378,7 @@ def _diagnose_attention(runs: Runs) -> Diagnosis | None:
     format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
     shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:4])]
     if most > find_format(format).largest:
-        shown.append(f"the gradient of a score may be as large as {most:.3g} here, more than {format} holds")
+        shown.append(f"the gradient of a score may be as large as {most:.3g} here, more than {format} can hold")
         return Diagnosis(cause=OVERFLOW, shown=shown, origin=op)
     shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
     return Diagnosis(cause=KERNEL, shown=shown, origin=op)
@@ -407,7 +407,7 @@ def _diagnose_numbers(runs: Runs) -> Diagnosis:
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
     if _is_undefined(origin):
         shown.append(
-            MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN of finite numbers: it is not defined there"
+            MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN from finite numbers: it is undefined there"
         )
     if twin is not None and twin.output.is_finite:
         shown.append(f"in {DTYPE_FORMATS[twin.output.dtype]} it gives {twin.output}")
@@ -471,7 +471,7 @@ def _describe_start(start: Any) -> str:
     """Describe a non-finite tensor by its recorded size at the start of training: a number, a string if not finite, or
     None."""
     if isinstance(start, float):
-        return "is not finite, and was when training began: the optimizer wrote it, or code outside of the steps"
+        return "is not finite, but was when training began: the optimizer wrote it, or code outside of the steps"
     return "is not finite" if start is None else "was not finite from the start"
 
 

@@ -141,7 +141,7 @@ def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list
 def _describe_refusal(run: Attempt) -> Judgement:
     """Describe an operation that raises in the format: the step ends there, and nothing after it was judged."""
     where = run.origin.module if run.origin is not None else ROOT
-    remedy = f"{run.error}: hs.fp32_island() around it; what runs behind it is not judged"
+    remedy = f"{run.error}: hs.fp32_island() around it; later operations are not judged"
     return Judgement(
         module=where, kind="operations", verdict="refuses the format", headroom_bits=math.inf, lost=0.0, remedy=remedy
     )

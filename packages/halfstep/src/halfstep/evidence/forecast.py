@@ -244,8 +244,8 @@ FIX_HIGH = {
 FIX_LOW = 'Its values vanish: check its initialisation and normalisation, or modules={{"{module}": "bf16"}}'
 FIX_INPUT = "Its inputs vanish when they are cast to fp16: scale or normalise them, or use bf16"
 FIX_ZERO = "Its units die: lower the learning rate, or use an activation with a negative side, such as GELU"
-FIX_FP8 = "An outlier takes the range of fp8: normalise it, or run the layers that read it in bf16 (modules=)"
-FIX_VARIANCE = "Its inputs become constant: check what feeds it, or raise its eps"
+FIX_FP8 = "An outlier uses up fp8's range: normalise it, or run the layers that read it in bf16 (modules=)"
+FIX_VARIANCE = "Its inputs become constant: check the layers before it, or raise its eps"
 FIX_LOST = (
     "Keep the weights in fp32, round stochastically or keep the lost bits (precision.rounding), or raise the rate"
 )

@@ -364,11 +364,11 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     if product.format == "tf32":
         return (
             "a TF32 switch was set inside the model",
-            "remove allow_tf32 = True or set_float32_matmul_precision('high') there, or ask for precision tf32",
+            "remove allow_tf32 = True or set_float32_matmul_precision('high') there, or request precision tf32",
         )
     if product.is_custom:
         return (
-            f"custom op {product.operation} without autocast: it takes what it is given",
+            f"custom op {product.operation} without autocast: it uses its inputs' format",
             f'torch.library.register_autocast("{product.operation}", "{device}", {dtype})',
         )
     if product.function:
@@ -398,9 +398,9 @@ def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iter
                 yield Finding(
                     module=name,
                     what=f"{own} is stored in {stored}, the plan requires {planned}",
-                    why="it was cast after the plan was made, or came so: small updates round away in half",
+                    why="it was cast after the plan was made, or before: small updates round away in half",
                     fix=f"model.get_submodule({name.replace(ROOT, '')!r}).to({STORAGE_DTYPES[planned]}) "
-                    "before the optimizer is made",
+                    "before the optimizer is created",
                 )
 
 

@@ -44,7 +44,7 @@ def check_nan_is_dropped(step: GuardedStep, loss_fn: LossFn, window: Window) -> 
         return False, f"a step with a NaN changed {', '.join(changed[:3])}" + (" ..." if len(changed) > 3 else "")
     if not reading.is_bad:
         return False, "a step with a NaN loss was not found to be bad"
-    return True, f"a NaN put into one step was dropped, {len(before)} tensors kept their bits"
+    return True, f"a step with a NaN was dropped; {len(before)} tensors stayed bit-equal"
 
 
 def check_clipping(step: GuardedStep, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:

@@ -48,6 +48,8 @@ class Certificate:
     against: list[str] = field(default_factory=list)
     changed_optimizers: Sequence[str] = ()
     """Optimizers in another form than with fast="off"."""
+    parts: str = ""
+    """What compiled parts of a step that is not captured were compared with."""
     num_checks: int = 0
     """How often replays were compared with uncaptured code again, while training went on."""
 
@@ -61,7 +63,7 @@ class Certificate:
     def __str__(self) -> str:
         with_noise = f", {len(self.noisy)} within the noise of uncaptured runs" if self.noisy else ""
         if not self.against:
-            return "nothing is captured"
+            return self.parts or "nothing is captured"
         checked = f", checked {self.num_checks} more times" if self.num_checks else ""
         names = ", ".join(self.changed_optimizers)
         form = f"; {names} in the form for graphs, whose last bits may differ from fast='off'" if names else ""

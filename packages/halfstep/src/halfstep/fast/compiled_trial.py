@@ -86,10 +86,10 @@ def compare_gradients(path: FastPath, level: Level, attempt: Attempt) -> bool:
     step = path.step
     window: Sequence[Any] = attempt.calls
     gradients = []
-    uncompiled: Compiler = "aten fp8" if "fp8" in level.compiler else "aten"
-    with path.timed():
-        for call in attempt.calls:
-            if uncompiled not in call.entry.codes:
+    uncompiled: Compiler = "aten fp8" if level.compiler.endswith("fp8") else "aten"
+    for call in attempt.calls:
+        if uncompiled not in call.entry.codes:
+            with path.timed():
                 call.entry.compile(uncompiled)
     plain, compiled = (run_calls(attempt, compiler, step, []) for compiler in (uncompiled, level.compiler))
     exact = turn_off_autocast(run_reference(attempt, has_exchanges=False))
@@ -139,7 +139,7 @@ def check_again(path: FastPath, graph: Graph, attempt: Attempt) -> None:
         return
     path.pardon(path.step.attempted)
     reason = "compiled code gives values that are not finite where torch's kernels do not"
-    warn_user(f"{reason}: the steps that were dropped last are its fault, not your model's; it is given up")
+    warn_user(f"{reason}: it caused the last dropped steps, not your model, and is no longer used")
     raise NotTraced(reason)
 
 

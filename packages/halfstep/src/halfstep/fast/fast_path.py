@@ -8,6 +8,7 @@ What happens in a step, once the first few have run eagerly:
    captured from the same parameters and buffers, the inputs that change are copied into it, and it is replayed.
 3. Otherwise the step is made from the user's Python code. The first time, its gradients are compared with those of the
    traced code; the second time the window is captured, and the replay is compared (certificate.py).
+   What is never captured may run compiled with graph breaks (parts_trial.py).
 4. The tensors that the loss function returned or stored are filled.
 
 A replay contains what a step does on the device, forward to counters (step/graph.py), so a bad one is dropped inside.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import sys
 import time
 from collections import OrderedDict
@@ -41,12 +43,14 @@ from halfstep.fast import compiled_trial
 from halfstep.fast.certificate import Certificate, ReplayDiffers, StateCopy, StepState
 from halfstep.fast.fp8_trial import Fp8Trial, try_fp8
 from halfstep.fast.hand_rates import HandRates
+from halfstep.fast.parts_trial import PartsTrial, Stage
 from halfstep.fast.windows import (
     Call,
     Compiler,
     Graph,
     Key,
     NotTraced,
+    NotTracedWhole,
     Outdated,
     Replay,
     Shape,
@@ -80,10 +84,14 @@ class State(enum.Enum):
     GRAPH = "as CUDA graphs of torch's kernels: most of the gain where the host is the limit"
     UNTRIED = "the same, until compiling is likely to pay, which takes tens of seconds"
     COMPILED = "as CUDA graphs of Inductor's code; rare shapes as graphs of torch's kernels"
-    SUSPECT = "the same, but a step was bad: the next window is computed with torch's kernels as well"
+    PARTS = "by the user's Python code, with Inductor's code for its parts once that is known to be faster"
+    SUSPECT = "the same as COMPILED, but a step was bad: the next window is computed with torch's kernels as well"
 
 
-Event = Literal["failed", "accepted", "refused", "bad step", "cleared"]
+UNCOMPILED = (State.EAGER, State.GRAPH, State.PARTS)
+"""States without a compiled step, to which none leads back."""
+
+Event = Literal["failed", "not whole", "accepted", "refused", "bad step", "cleared"]
 
 START = {"off": State.EAGER, "graph": State.GRAPH, "auto": State.UNTRIED, "compile": State.COMPILED}
 """The state at first, unless something is known that prevents capturing."""
@@ -96,6 +104,8 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
     (State.COMPILED, "bad step"): (State.SUSPECT, ""),
     (State.SUSPECT, "cleared"): (State.COMPILED, ""),
     (State.SUSPECT, "refused"): (State.GRAPH, "not compiled: "),
+    (State.PARTS, "refused"): (State.EAGER, "runs eagerly, not compiled in parts: "),
+    **{(state, "not whole"): (State.PARTS, "runs eagerly, not captured: ") for state in State},
     **{(state, "failed"): (State.EAGER, "runs eagerly, not captured: ") for state in State},
 }
 
@@ -147,6 +157,7 @@ class Attempt(TracedWindow):
     """What modules held before the Python code ran: their dicts, and copies of those."""
     key: Key = ()
     level: Level | None = None  # what is tried at present
+    is_left_out: bool = False  # whether there are more shapes than graphs
     is_handed_over: bool = False  # whether the user's own code is running, whose exceptions are the user's
     facts: Facts | None = None
 
@@ -169,8 +180,8 @@ class Fast:
     Arguments:
         mode: "auto", "graph", "compile" or "off", as in hs.Step.
         num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
-        max_graphs: captured graphs that are kept, one for each shape of a window; other shapes run eagerly, unless a
-            graph was not used for 1,000 steps.
+        max_graphs: captured graphs that are kept, one for each shape of a window, unless a graph was not used for 1,000
+            steps; other shapes run eagerly, or compiled for any size.
         pure_ops: custom operators that read nothing but their inputs, so that they may be captured:
             ["my_library::my_operator"], or ["my_library"] for all of a library.
     """
@@ -200,8 +211,11 @@ class FastPath:
         asked = options.mode
         self.reason = "fast='off'" if asked == "off" else self._find_obstacle()
         self.state = State.EAGER if self.reason else START[asked]
-        self.fp8 = fp8
-        if fp8 is not None and self.state in (State.EAGER, State.GRAPH):
+        self.parts = PartsTrial(self)
+        if self.reason and self.parts.is_open and self.reason == self._find_recurrent():
+            self.state = State.PARTS
+        self.fp8, self.fp8_is_strict = fp8, fp8 is not None and fp8.asked.strict
+        if fp8 is not None and self.state in UNCOMPILED:
             self._give_up_fp8(f"it pays in compiled steps only: {self.reason or 'fast=' + repr(asked)}")
         elif fp8 is not None:
             say("steps run in bf16 until the compiled one is measured in fp8")
@@ -218,6 +232,7 @@ class FastPath:
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
         self.last_s = 0.0  # of these, seconds of what was done last
         self.compare_s = 0.0  # of these, seconds of comparing new entries
+        self.has_lost_graphs = False  # whether memory of graphs that were given up is still reserved
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.eager_mode = "eager"
@@ -238,15 +253,21 @@ class FastPath:
         """Go to the next state, and tell the user in one line. What the new state does not use is freed."""
         self.state, line = TRANSITIONS[self.state, event]
         self.reason = reason
-        if self.state in (State.GRAPH, State.EAGER):
+        self.has_lost_graphs = self.step.device.type == "cuda" and event in (
+            "accepted",
+            "refused",
+            "failed",
+            "not whole",
+        )
+        if self.state in UNCOMPILED:
             self.compiled = self.make_level(compiled_trial.COMPILED)
-        if self.state is State.EAGER:
+        if self.state in (State.EAGER, State.PARTS):
             self.level = self.make_level("aten")
             self.tracers.clear()
         if line:
             say(f"{line}{reason}")
-        if self.state in (State.GRAPH, State.EAGER) and self.fp8 is not None:
-            say(self._give_up_fp8(f"the step is not compiled: {reason}"))
+        if self.state in UNCOMPILED and self.fp8 is not None:
+            say(self._give_up_fp8(f"the step is not compiled as a whole: {reason}"))
 
     def _give_up_fp8(self, why: str) -> str:
         """Stay in bf16, or raise under `strict`. Return the warning."""
@@ -255,9 +276,28 @@ class FastPath:
         self.step.plan = trial.fall_back(self.step.plan, why)
         return self.step.plan.warnings[-1]
 
+    def tell(self, line: str) -> None:
+        say(line)
+
+    @property
+    def flags(self) -> object:
+        """Return the backend flags in force."""
+        return read_flags()
+
+    def note_parts(self, summary: str) -> None:
+        """Tell the user that what is not captured runs compiled in parts from now on."""
+        say(f"{'' if self.state is State.PARTS else 'shapes without a graph are '}compiled in parts: {summary}")
+
+    def refuse_parts(self, reason: str) -> None:
+        if self.state is State.PARTS:
+            self.move("refused", reason)
+        else:
+            say(f"shapes without a graph run eagerly, not compiled: {reason}")
+
     @property
     def why_eager(self) -> str:
-        return self.reason if self.state is State.EAGER else ""
+        """Return why steps run the user's Python code; empty if they are captured."""
+        return self.reason if self.state in (State.EAGER, State.PARTS) else ""
 
     @property
     def levels(self) -> list[Level]:
@@ -270,22 +310,35 @@ class FastPath:
 
     @property
     def mode(self) -> str:
+        if self.runs_parts:
+            return "compile"
         return self._best.mode if self._best.graphs else self.eager_mode
 
     @property
     def certificate(self) -> Certificate:
-        return self._best.certificate
+        return Certificate(parts=self.parts.summary) if self.runs_parts else self._best.certificate
+
+    @property
+    def runs_parts(self) -> bool:
+        """True if steps run compiled with graph breaks."""
+        return self.state is State.PARTS and self.parts.stage is Stage.USED
 
     # --- the border ---
 
     def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
+        if self.has_lost_graphs:  # what a graph's pool has cached serves no other pool
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.has_lost_graphs = False
         number = self.step.attempted
         is_ledger_open = self.step.observed is not contextlib.nullcontext  # what hs.ledger observes has to run
         if self.state is State.EAGER or number < self.first + WARMUP_STEPS or is_ledger_open:
             return eager(loss_fn)
-        attempt = Attempt(window, loss_fn=loss_fn, eager=eager, number=number, shapes=self.shapes)
         self.aside_before_s = self.aside_s
+        if self.state is State.PARTS:
+            return self.parts.make_step(loss_fn, window, eager)
+        attempt = Attempt(window, loss_fn=loss_fn, eager=eager, number=number, shapes=self.shapes)
         while not self.why_eager:
             try:
                 if not self._make_step(attempt):
@@ -297,18 +350,20 @@ class FastPath:
                 if attempt.facts is not None:
                     return attempt.facts
                 break
-            except HardwareError:  # strict precision refuses what would run instead
-                attempt.undo_exchanges()
-                raise
             except Exception as error:
+                if self.fp8_is_strict and isinstance(error, HardwareError):  # it refuses bf16
+                    attempt.undo_exchanges()
+                    raise
                 if attempt.is_handed_over or self.step.attempted > number and attempt.facts is None:
                     raise  # by the user's code: loss_fn in this step, or on_commit after it
                 reason = explain(error)
+                is_whole = not isinstance(error, NotTracedWhole | CaptureFailed) or not self.parts.is_open
             except BaseException:
                 attempt.undo_exchanges()
                 raise
             # Outside of the except block, whose error holds frames and so activations.
-            self.move("refused" if attempt.level is self.compiled else "failed", reason)
+            failed: Event = "failed" if is_whole else "not whole"
+            self.move("refused" if attempt.level is self.compiled else failed, reason)
             attempt.level = None
             if attempt.facts is not None:  # the step is made
                 attempt.settle_exchanges(attempt.facts.bad)
@@ -317,6 +372,8 @@ class FastPath:
 
     def _make_from_python(self, attempt: Attempt) -> Facts:
         """Make a step from the user's Python code. Where that has run and has side effects, it must not run again."""
+        if attempt.is_left_out:
+            return self.parts.make_step(attempt.loss_fn, attempt.batches, attempt.eager)
         if not attempt.is_traced:
             attempt.exchanges = find_exchanges(attempt.owners)
         attempt.undo_exchanges()
@@ -335,7 +392,8 @@ class FastPath:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
         if not attempt.is_traced:
             has_exceptions = any(s.is_uncompared or s.left_out_until >= attempt.number for s in self.shapes.values())
-            if has_exceptions and attempt.shape.left_out_until >= attempt.number:
+            if has_exceptions and self._is_left_out(attempt):
+                attempt.is_left_out = True
                 return False
             if has_exceptions and attempt.shape.is_uncompared or not self._trace(attempt):
                 # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
@@ -357,8 +415,7 @@ class FastPath:
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
         are_known = [call.note_changing() for call in attempt.calls]
-        is_usual = self.asked == "compile" or attempt.shape.is_compiled
-        level = self.levels[0] if is_usual else self.level
+        level = self._choose_level(attempt.shape)
         if not all(are_known) or not self._has_place(level, attempt.shape):
             return False
         attempt.level = level
@@ -445,6 +502,7 @@ class FastPath:
             """Fill the tensors that were promised."""
             for call, outputs in zip(attempt.calls, graph.outputs[-len(attempt.calls) :], strict=True):
                 call.fulfil(outputs)
+                call.draw_on_host()
 
         self.step.look_ahead()
         self.rates.write()
@@ -462,19 +520,26 @@ class FastPath:
             compiled_trial.check_again(self, graph, attempt)
         if level.num_replays % LOOK_EVERY:
             return
+        if self.fp8 is not None and self.fp8.is_pending and self._try_fp8(self.fp8, level, graph, attempt):
+            return
         # Where a hook runs, trying would run it many times.
-        eager_commit = self.find_eager_commit()
-        can_try = self.state is State.UNTRIED and not eager_commit
-        if self.fp8 is not None and self.fp8.is_pending and eager_commit:
-            say(self._give_up_fp8(f"the step is captured without its commit: {eager_commit}"))
-        elif self.fp8 is not None and self.fp8.is_pending and level is self.compiled:
-            if line := try_fp8(self, self.fp8, graph, attempt):
-                say(line)
-        elif can_try and compiled_trial.is_worth_it(self, attempt):
+        can_try = self.state is State.UNTRIED and not self.find_eager_commit()
+        if can_try and compiled_trial.is_worth_it(self, attempt):
             say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
             compiled_trial.try_compiled(self, graph, attempt)
         elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
             self._check_again(level, graph, attempt)
+
+    def _try_fp8(self, trial: Fp8Trial, level: Level, graph: Graph, attempt: Attempt) -> bool:
+        """Try fp8 if this graph shows whether it pays. Return False if it does not."""
+        if eager_commit := self.find_eager_commit():
+            say(self._give_up_fp8(f"the step is captured without its commit: {eager_commit}"))
+            return True
+        if level is not self.compiled:
+            return False
+        if line := try_fp8(self, trial, graph, attempt):
+            say(line)
+        return True
 
     def _check_again(self, level: Level, graph: Graph, attempt: Attempt) -> None:
         """Compare a replay with uncaptured code once more: a value that was frozen when the graph was made shows now,
@@ -518,7 +583,7 @@ class FastPath:
 
     # --- new entries: the traced code against the user's Python code ---
 
-    def _measure_step(self) -> float:
+    def measure_step(self) -> float:
         """Return the seconds of a step, without what is done aside."""
         return (self.in_steps_s - self.aside_before_s) / max(1, self.step.attempted - self.first)
 
@@ -529,7 +594,7 @@ class FastPath:
         tracer, batches = self._find_tracer(), attempt.batches
         first = tracer(attempt.loss_fn, batches[0], only_looks=True)  # raises where it cannot be traced
         first.note_changing()
-        allowed_s = COMPARE_SHARE * self._measure_step() * max(self.step.attempted - self.first, COMPARE_STEPS)
+        allowed_s = COMPARE_SHARE * self.measure_step() * max(self.step.attempted - self.first, COMPARE_STEPS)
         if self.compare_s > allowed_s or self.step.watch is not None and self.step.watch.is_due():
             return False
         attempt.shape.is_uncompared = False
@@ -581,18 +646,19 @@ class FastPath:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
         # Loading kernels for the first time may take long, and is not what comparing costs.
-        self.compare_s += min(self.last_s, MOST_STEPS * self._measure_step())
+        self.compare_s += min(self.last_s, MOST_STEPS * self.measure_step())
+        reason = ""
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
-            raise NotTraced(
-                "the traced code draws other random numbers: a library may take another path while it is traced, as "
-                "transformers does for attention without a mask, and torch removes what the loss does not use, such as "
-                "the dropout of an unused output"
-            )
-        if len(runs) > 1:
+            reason = "the traced code draws other random numbers: a library may take another path while it is traced"
+        elif len(runs) > 1:
             try:
                 state.compare_gradients(eager[0], runs)
             except ReplayDiffers as error:
-                raise NotTraced(f"the traced code does not equal the eager step: {error}") from None
+                reason = f"the traced code does not equal the eager step: {error}"
+        if reason and tracer.take_eager_path():
+            return True
+        if reason:
+            raise NotTraced(reason)
         for call in trial.calls:
             call.entry.is_compared = True
         for level in self.levels:
@@ -606,22 +672,42 @@ class FastPath:
 
     # --- capturing ---
 
+    def _choose_level(self, shape: Shape) -> Level:
+        return self.levels[0] if self.asked == "compile" or shape.is_compiled else self.level
+
+    def _is_left_out(self, attempt: Attempt) -> bool:
+        """True for a shape that gets no graph. One that is new where no graph may be added is not even traced."""
+        shape = attempt.shape
+        level = self._choose_level(shape)
+        if shape.left_out_until < attempt.number and level.graphs and self._is_full(level, shape):
+            self._leave_out(shape)
+        return shape.left_out_until >= attempt.number
+
+    def _leave_out(self, shape: Shape) -> None:
+        if all(one.left_out_until < self.step.attempted for one in self.shapes.values()):
+            say(f"there are more shapes than max_graphs={self.options.max_graphs}: the others run eagerly")
+        shape.left_out_until = self.step.attempted + IDLE_STEPS
+
+    def _is_full(self, level: Level, shape: Shape) -> bool:
+        """True if no graph of this shape can be added, and none has been used for so long that it may be replaced."""
+        is_idle = self.step.attempted - next(iter(level.graphs.values())).used_at > IDLE_STEPS
+        has_graph = any(graph.shape is shape for graph in level.graphs.values())
+        return len(level.graphs) >= self.options.max_graphs and not is_idle and not has_graph
+
     def _has_place(self, level: Level, shape: Shape) -> bool:
         """True if one more graph may be captured. Refuse to capture windows of one shape again and again."""
         if shape.num_unused >= MAX_UNUSED:
             raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
         if not level.graphs and (no_room := self._find_no_room()):
-            raise NotTraced(no_room)
+            raise NotTracedWhole(no_room)
         if len(level.graphs) < self.options.max_graphs:
             return True
         oldest = next(iter(level.graphs))
         if self.step.attempted - level.graphs[oldest].used_at > IDLE_STEPS:
             del level.graphs[oldest]
             return True
-        if all(one.left_out_until < self.step.attempted for one in self.shapes.values()):
-            say(f"there are more shapes than max_graphs={self.options.max_graphs}: the others run eagerly")
-        if all(graph.shape is not shape for graph in level.graphs.values()):
-            shape.left_out_until = self.step.attempted + IDLE_STEPS
+        if self._is_full(level, shape):
+            self._leave_out(shape)
         return False
 
     def capture(self, level: Level, attempt: Attempt) -> Graph | None:
@@ -734,8 +820,12 @@ class FastPath:
 
     def observe(self, facts: object, reading: Reading) -> None:
         """Look at a step when its facts have arrived: a bad one that compiled code made may be the compiler's."""
+        if not self.by_compiler:
+            return
         is_overflow = self.step.scaler.enabled and reading.scale > self.step.scaler.options.min_scale
         is_suspect = reading.attempted in self.by_compiler and reading.is_bad and not (reading.is_empty or is_overflow)
+        if is_suspect:
+            self.parts.check_again()
         if is_suspect and self.state is State.COMPILED:
             self.move("bad step")
         self.by_compiler = {number for number in self.by_compiler if number > reading.attempted}
@@ -753,15 +843,27 @@ class FastPath:
             return "several ranks train together, and their reductions are not captured"
         if step.plan.simulated:
             return "the precision is simulated"
-        if any(GLOBAL_HOOKS):
+        if self.has_global_hooks:
             return "a global module hook is registered"
-        # An attempt to trace one would change the masks of cuDNN's dropout.
-        recurrent = [n for n, module in step.model.named_modules() if isinstance(module, nn.RNNBase)]
-        if recurrent:
-            return f"torch cannot trace RNN, GRU and LSTM layers ({', '.join(map(repr, recurrent))})"
+        if recurrent := self._find_recurrent():
+            return recurrent
         gradients = (parameter.grad for parameter in step.find_trained_parameters())
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         return "gradients are sparse" if are_sparse else ""
+
+    @property
+    def has_global_hooks(self) -> bool:
+        return any(GLOBAL_HOOKS)
+
+    def _find_recurrent(self) -> str:
+        """Return why recurrent layers are not captured; empty if they are. An attempt to trace dropout between layers
+        would change cuDNN's masks."""
+        layers = {name: one for name, one in self.step.model.named_modules() if isinstance(one, nn.RNNBase)}
+        dropped = [name for name, one in layers.items() if one.dropout and one.num_layers > 1]
+        if not dropped and (not layers or self.step.device.type == "cuda"):
+            return ""
+        names = ", ".join(map(repr, dropped or layers))
+        return f"RNN, GRU and LSTM layers are captured on CUDA only, and without dropout between layers ({names})"
 
     def find_eager_commit(self) -> str:
         """Return why only forward and backward can be captured; empty if the whole step can."""
@@ -822,14 +924,17 @@ GLOBAL_HOOKS = (
 )  # fmt: skip
 
 
+FLAG_READERS = (
+    torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)  # fmt: skip
+"""What the properties of torch.backends read, in a tenth of their time."""
+
+
 def read_flags() -> object:
     """Return the backend flags that select kernels while a graph is traced, and that no guard compares."""
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    return (
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *read_effective_leaves().values(),
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-        *(len(hooks) for hooks in GLOBAL_HOOKS),
-    )  # fmt: skip
+    return (*[read() for read in FLAG_READERS], *read_effective_leaves().values(), *map(len, GLOBAL_HOOKS))
 
 
 def say(line: str) -> None:

@@ -154,12 +154,13 @@ def try_fp8(path: FastPath, trial: Fp8Trial, graph: Graph, attempt: Attempt) -> 
             plan = judge_whole_steps(plan, fp8_ms=1e3 * fp8_s, bf16_ms=1e3 * bf16_s, strict=trial.asked.strict)
         elif trial.layers:
             return ""  # the step would be dropped: try the next one
-    except HardwareError:  # strict
-        raise
     except Exception as error:
+        if trial.asked.strict and isinstance(error, HardwareError):  # it refuses bf16
+            raise
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
     # Outside of the except block, whose error holds frames and so activations.
     step.plan = trial.fall_back(step.plan, problem) if problem else plan
+    path.has_lost_graphs = step.device.type == "cuda"  # those of the slower step
     if captured is None or not any(row.compute == "fp8" for row in step.plan.rows):
         path.fp8 = None
         return step.plan.warnings[-1]

@@ -51,11 +51,12 @@ class HandRates:
                 rates.append(group.get("lr"))
         if self.start is None or len(self.start) != len(rates):  # at first, and after a group was added
             self.start = rates
-        if not self.have_changed and not any(isinstance(rate, Tensor) for rate in rates):
+        tensors = [id(rate) for rate in rates if isinstance(rate, Tensor)]
+        if not self.have_changed and not tensors:
             self.have_changed = rates != self.start
         if self.have_changed:  # graphs read a number from a tensor of ours, but not what is in the user's tensor
-            rates = [rate for rate in rates if isinstance(rate, Tensor)]
-        return (*settings, *(id(rate) if isinstance(rate, Tensor) else rate for rate in rates))
+            return (*settings, *tensors)
+        return (*settings, *[id(rate) if isinstance(rate, Tensor) else rate for rate in rates])
 
     def write(self) -> None:
         """Copy numbers that have changed into the tensors that graphs read."""

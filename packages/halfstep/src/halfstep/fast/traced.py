@@ -17,24 +17,27 @@ capture freezes. AOTAutograd turns it into a tensor input, which `place_numbers`
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 import operator
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_frame
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.source import ConstantSource, NumpyTensorSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import TensorVariable, TupleVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import DequeVariable
 from torch._functorch._aot_autograd.schemas import OutputType
@@ -44,8 +47,21 @@ from torch.fx import GraphModule, Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
+from halfstep.fast.dynamo_gaps import Questions, fill_gaps, is_random
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
-from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
+from halfstep.fast.recurrent import ignore_warning, use_cudnn_operator
+from halfstep.fast.windows import (
+    Call,
+    Code,
+    Compiler,
+    Entry,
+    NotTraced,
+    NotTracedWhole,
+    Outdated,
+    Promise,
+    list_tensors,
+    refer_to,
+)
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
@@ -55,7 +71,6 @@ if TYPE_CHECKING:
 
 PURE = frozenset({"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"})
 """Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
-RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
 ATOMIC = (
     *("embedding", "index_add", "index_put", "index_reduce", "scatter", "gather", "pool", "upsample", "grid_sampler"),
     *("convolution_backward", "cumsum", "bincount", "histc", "ctc_loss", "nll_loss2d"),
@@ -130,12 +145,24 @@ class TracedLoss:
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
         except TorchDynamoException as error:
-            raise NotTraced(explain(error)) from None
+            if not self.take_eager_path():
+                raise NotTracedWhole(explain(error)) from None
+            return self(loss_fn, batch, before_new, only_looks=only_looks)
         call: Call | None = self._last
         if call is None:
             raise NotTraced("loss_fn runs no operation of torch")
         call.result = result
         return call
+
+    def take_eager_path(self) -> bool:
+        """Trace everything anew, as if it was not compiled. Return False if that changes nothing."""
+        if not self._callback.questions.are_open:
+            return False
+        self._callback.questions.are_denied = True
+        reset_code(self._function.__code__)
+        self.entries.clear()
+        self._streaks.clear()
+        return True
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
@@ -168,16 +195,20 @@ class TracedLoss:
             make_fake(one, context) if isinstance(one, Tensor) and not (one.ndim == 0 and one.is_cpu) else one
             for one in examples
         ]
-        entry = Entry(
-            module, find_outputs(module), lambda compiler: self._compile(entry, module, kept, context, compiler)
-        )
+        traced = use_cudnn_operator(copy_graph(module))
+
+        def compile(compiler: Compiler) -> None:
+            make = self._compile_in_fp8 if compiler.endswith("fp8") else self._compile
+            make(entry, traced, kept, context, compiler)
+
+        entry = Entry(module, find_outputs(module), compile)
         if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
         losses = [k for k, one in enumerate(entry.outputs) if isinstance(one, Promise) and one.requires_grad]
         if len(losses) == 1:
             entry.loss = losses[0]
         elif losses:
-            entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+            entry.why_not = find_kept(module, entry, losses)
         else:
             entry.why_not = "the loss does not depend on a tensor that requires a gradient"
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
@@ -185,13 +216,17 @@ class TracedLoss:
         is_double = any(isinstance(one, Promise) and one.dtype == torch.float64 for one in entry.outputs)
         if is_double and any(map(is_numpy_number, module.graph.find_nodes(op="placeholder"))):
             entry.why_not = "torch's compiler computes with a NumPy number in float64: use float(number)"
+        entry.host_draws = find_host_draws(module, self.device)
         entry.has_side_effects, wrong = find_side_effects()
         entry.why_not = entry.why_not or wrong
         targets = [getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes]
         entry.rounds_by_data = not BY_DATA.isdisjoint(targets)
         entry.compile("aten")
         entry.why_not = entry.why_not or find_repeated(module, entry)
+        if entry.why_not and self._callback.questions.are_open:
+            raise NotTraced(entry.why_not)  # to Dynamo: it is traced once more
         self.entries.append(entry)
+        returned = find_returned(module)
 
         def promise(*inputs: Any) -> Sequence[Any]:
             self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
@@ -201,9 +236,24 @@ class TracedLoss:
                 raise LookedUp
             promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
             self._last = Call(entry, inputs, numbers, refer_to(promised))
+            for k, position in returned.items():
+                promised[k] = inputs[position]
             return promised
 
         return promise
+
+    def _compile_in_fp8(
+        self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
+    ) -> None:
+        """Make the code of an entry with fp8 products. Whatever is wrong with it, the code in bf16 can be captured."""
+        assert self.fp8 is not None
+        assert entry.last_inputs is not None
+        try:
+            self._compile(entry, self.fp8.convert(module, entry.last_inputs), examples, context, compiler)
+        finally:
+            obstacle, entry.why_not = entry.why_not, ""
+        if obstacle:
+            raise NotTraced(obstacle)
 
     def _compile(
         self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
@@ -211,20 +261,13 @@ class TracedLoss:
         """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
         if compiler.startswith("inductor") and entry.has_numbers:
             raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
-        is_fp8 = compiler in ("aten fp8", "inductor fp8")
-        if is_fp8:
-            assert self.fp8 is not None
-            assert entry.last_inputs is not None
-            module = self.fp8.convert(module, entry.last_inputs)
+        module = settle_outputs(module, entry, self.device)
         shared = find_shared(module)
         entry.codes[compiler] = self._compile_once(entry, share_casts(module, shared), examples, context, compiler)
         if not shared.isdisjoint(entry.mutated):
             # A weight that forward writes gets its gradient from AOTAutograd only if its casts are not shared.
             module = share_casts(module, shared - entry.mutated)
             entry.codes[compiler] = self._compile_once(entry, module, examples, context, compiler)
-        if is_fp8 and entry.why_not:
-            reason, entry.why_not = entry.why_not, ""  # the code in bf16 can be captured
-            raise NotTraced(reason)
 
     def _compile_once(
         self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
@@ -244,7 +287,7 @@ class TracedLoss:
             graphs.append(graph)
             names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
             entry.num_nodes += len(names)
-            entry.is_random |= any(part in name for name in names for part in RANDOM)
+            entry.is_random |= any(map(is_random, names))
             entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
             if not entry.why_not:
                 inputs = place_numbers(graph, inputs, self.device)
@@ -259,7 +302,8 @@ class TracedLoss:
         settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
         with tracing(context), self._make_autocast(), self.plan.backend(), torch._functorch.config.patch(settings):
             if compiler.startswith("aten"):
-                return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=split)(module, examples)
+                code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=split)(module, examples)
+                return lambda *inputs: code(*inputs)[: len(entry.outputs)]
             from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
 
             assert context.fake_mode is not None
@@ -267,14 +311,15 @@ class TracedLoss:
                 True  # Inductor runs the graph, with its constants, on fake tensors
             )
             passes = {"joint_custom_pre_pass": make_inductor_pass(self.device)}
-            return compile_fx(module, examples, inner_compile=keep, config_patches=passes)  # type: ignore[return-value]
+            compiled: Any = compile_fx(module, examples, inner_compile=keep, config_patches=passes)
+            return lambda *inputs: compiled(*inputs)[: len(entry.outputs)]
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
         if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
             raise Outdated
         if entry.why_not:
-            raise NotTraced(entry.why_not)
+            raise NotTracedWhole(entry.why_not)
         if not entry.was_called and any(
             isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
         ):  # a guard compares whether an input requires a gradient
@@ -309,6 +354,7 @@ class TraceCallback:
         self.batch: Any = None
         self.before_new: Callable[[], None] = lambda: None
         self.only_looks_up = False
+        self.questions = Questions()
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         if self.only_looks_up and frame.f_code is self._code:
@@ -323,12 +369,13 @@ class TraceCallback:
         ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
         settings = {
             "skip_nnmodule_hook_guards": False,
+            "allow_rnn": True,
             "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
             "recompile_limit": MAX_ENTRIES,
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
             ignored: getattr(config, ignored) | find_library_logs(),
         }
-        with config.patch(settings), self._plan.backend():
+        with config.patch(settings), self._plan.backend(), fill_gaps(self.questions), ignore_warning():
             return self._torchdynamo_orig_backend(frame, *arguments)
 
 
@@ -388,6 +435,80 @@ def find_outputs(module: GraphModule) -> list[Any]:
     outputs: Any = module.graph.output_node().args[0]
     values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in outputs]
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+def find_kept(module: GraphModule, entry: Entry, candidates: Sequence[int]) -> str:
+    """Note which of the outputs that require a gradient is the loss that loss_fn returns, and that the others are only
+    kept: after backward nothing can use their autograd graph, which is part of the loss's. Return why not, if one has
+    a graph beyond that."""
+    result = InstructionTranslator.current_tx().stack[-1].realize()
+    result = result.items[0].realize() if isinstance(result, TupleVariable) and result.items else result
+    outputs: Any = module.graph.output_node().args[0]
+    name = result.as_proxy().node.name if isinstance(result, TensorVariable) else ""
+    entry.loss = next((k for k in candidates if outputs[k].name == name), entry.loss)
+    below = find_above([outputs[entry.loss]])
+    if entry.loss not in candidates or any(outputs[k] not in below for k in candidates):
+        return "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+    for k in set(candidates) - {entry.loss}:
+        entry.outputs[k] = replace(entry.outputs[k], is_kept=True)
+    return ""
+
+
+def find_above(nodes: Sequence[Node]) -> set[Node]:
+    """Return nodes and everything that they are computed from."""
+    found, left = set[Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def list_draws(module: GraphModule) -> list[Node]:
+    """Return the operations of Dynamo's graph that may draw random numbers into a tensor."""
+    found = []
+    for node in module.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op.startswith("call") and isinstance(node.meta.get("example_value"), Tensor):
+            found += [node] if is_random(name) or "attention" in name else []
+    return found
+
+
+def find_host_draws(module: GraphModule, device: torch.device) -> list[Callable[[], Any]]:
+    """Return what draws from the CPU's generator for a model on another device, as LayerDrop does. Traced code whose
+    values depend on it is not captured (`find_obstacle`); the generator must advance in any case."""
+    draws: list[Any] = [n for n in list_draws(module) if n.meta["example_value"].device.type != device.type]
+    # Those of tensors, such as torch.rand_like, are left out: the comparison with the eager step shows them.
+    return [functools.partial(one.target, *one.args, **one.kwargs) for one in draws if not one.all_input_nodes]
+
+
+def settle_outputs(module: GraphModule, entry: Entry, device: torch.device) -> GraphModule:
+    """Return a copy of the traced code that keeps no autograd graph but the loss's, and that also returns a sum of
+    everything that it draws at random and does not use: AOTAutograd would remove that, and all later random numbers
+    would differ from those of an eager step."""
+    module = copy_graph(module)
+    output = module.graph.output_node()
+    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    unused = set(list_draws(module)) - find_above([output])
+    with module.graph.inserting_before(output):
+        for k, one in enumerate(entry.outputs):
+            if isinstance(one, Promise) and one.is_kept:
+                outputs[k] = module.graph.call_method("detach", (outputs[k],))
+        for node in module.graph.nodes:
+            if node in unused and node.meta["example_value"].device.type == device.type:
+                outputs.append(module.graph.call_method("sum", (module.graph.call_method("detach", (node,)),)))
+    output.args = (tuple(outputs),)
+    module.recompile()
+    return module
+
+
+def find_returned(module: GraphModule) -> dict[int, int]:
+    """Return which outputs are inputs that the code writes into by `out=`, as spectral norm does with its buffers."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    outputs: Any = module.graph.output_node().args[0]
+    written = [one.kwargs.get("out") if isinstance(one, Node) else None for one in outputs]
+    return {k: placeholders.index(one) for k, one in enumerate(written) if one in placeholders}
 
 
 def make_fake(example: Tensor, context: TracingContext) -> Tensor:
@@ -474,7 +595,10 @@ def is_drawn(node: Node) -> bool:
 
 def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """Run a graph operation by operation. It takes its arguments as a list and empties it, which frees activations
-    while backward goes on."""
+    while backward goes on. Views copy where they must: kernels may return other strides than the trace expected."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
 
     def run(arguments: list[Any]) -> Any:
         inputs = list(arguments)

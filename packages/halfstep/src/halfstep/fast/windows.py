@@ -30,6 +30,10 @@ class NotTraced(Exception):
     """The loss function cannot be captured; the message says why in one line."""
 
 
+class NotTracedWhole(NotTraced):
+    """The loss function cannot be captured, but parts of it may be compiled."""
+
+
 class Outdated(Exception):
     """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
     guard that for parameters."""
@@ -55,6 +59,7 @@ class Entry:
     num_nodes: int = 0
     is_random: bool = False
     rounds_by_data: bool = False  # whether eager code chooses between formulas by the values of a tensor
+    host_draws: list[Callable[[], Any]] = field(default_factory=list)  # from the CPU's generator, for another device
     uses_atomics: bool = False  # whether sums may be added up in another order at every run
     requires_grad: list[bool] = field(default_factory=list)  # of each input
     was_called: bool = False
@@ -73,9 +78,26 @@ class Promise:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_kept: bool = False
+    """Whether it is kept with an autograd graph that the loss's backward frees."""
 
     def make(self) -> Tensor:
+        if self.is_kept:
+            kept: Tensor = FreedGraph.apply(torch.empty(0, requires_grad=True), self)  # type: ignore[no-untyped-call]
+            return kept
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+class FreedGraph(torch.autograd.Function):
+    """The autograd graph of a tensor that the user keeps after the step."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, promise: Promise) -> Tensor:
+        return torch.empty(promise.shape, dtype=promise.dtype, device=promise.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("backward a second time through the autograd graph of loss_fn, which the step has freed")
 
 
 @dataclass
@@ -107,16 +129,21 @@ class Call:
         self.entry.changing |= {k for k, (now, then) in pairs if isinstance(now, Tensor) and then() is not now}
         return last is not None
 
+    def draw_on_host(self) -> None:
+        """Let the CPU's generator advance as in an eager step."""
+        for draw in self.entry.host_draws:
+            draw()
+
     def list_held(self) -> list[Tensor | None]:
         """Return the promised tensors that something still holds, by the number of the output."""
         return [one() if isinstance(one, weakref.ref) else None for one in self.promised]
 
-    @torch.no_grad()
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
         for held, output in zip(self.list_held(), outputs, strict=True):
             if held is not None:
-                held.copy_(output)
+                with torch.no_grad():
+                    held.copy_(output)
 
     def select(self, outputs: Sequence[Any]) -> tuple[Tensor, Weight]:
         """Return loss and weight among what the code returned."""
@@ -141,7 +168,10 @@ class TracedWindow:
     @property
     def entries_key(self) -> Key:
         return tuple(
-            (call.entry, None if isinstance(call.weight, Tensor) else call.weight, call.numbers) for call in self.calls
+            [
+                (call.entry, None if isinstance(call.weight, Tensor) else call.weight, call.numbers)
+                for call in self.calls
+            ]
         )
 
     @property
@@ -208,11 +238,11 @@ class TracedWindow:
                 found.append((exchange, name))
         return found
 
-    @torch.no_grad()
     def settle_exchanges(self, bad: Tensor) -> None:
         """Leave the old tensor in a module if the step was bad. As in eager steps, that is another tensor."""
         for exchange, name in self.list_replaced() if self.exchanges else ():
-            exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
+            with torch.no_grad():
+                exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
 
 
 @dataclass
@@ -254,6 +284,7 @@ def run_calls(traced: TracedWindow, compiler: Compiler, step: GuardedStep, outpu
             if str(position) not in static and is_number_input(call, position):
                 inputs[position] = one.to(step.device)
         found = list(call.entry.codes[compiler](*inputs))
+        call.draw_on_host()
         outputs.append(found)
         if call.promised:
             made.update({id(h): o.detach() for h, o in zip(call.list_held(), found, strict=True) if h is not None})
@@ -338,7 +369,7 @@ class Replay(Protocol):
     def is_valid(self) -> bool: ...
 
     def __call__(
-        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] | None = None, fill: Callable[[], None] = ...
     ) -> Facts: ...
 
     def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:

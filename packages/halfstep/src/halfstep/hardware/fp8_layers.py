@@ -66,7 +66,7 @@ def convert_to_float8(layer: nn.Linear, recipe: str = "tensorwise", *, emulate: 
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise PrecisionError(
-            "fp8 asked for, but torchao is not installed",
+            "fp8 was requested, but torchao is not installed",
             why=f"halfstep runs fp8 matmuls through torchao ({error})",
             fix=f"{suggest_install('torchao')}, or --precision bf16; --simulate gives fp8's numerics without it",
         ) from error

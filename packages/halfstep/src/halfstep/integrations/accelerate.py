@@ -96,8 +96,8 @@ class AccelerateGuard(HostGuard):
             return before(*args, **kwargs)
         raise ConfigError(
             "accelerator.join_uneven_inputs cannot be used with the guard",
-            why="all ranks decide on a step together, and one that has run out of batches would not take part",
-            fix="leave it out: a loader that accelerator.prepare returns gives every rank equally many batches",
+            why="all ranks decide on a step together, and a rank without batches would not take part",
+            fix="leave it out: a loader that accelerator.prepare returns gives every rank the same number of batches",
         )
 
     def _end_training(self, before: Callable[..., Any]) -> None:

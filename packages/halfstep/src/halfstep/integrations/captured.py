@@ -80,6 +80,6 @@ class CapturedLoop(HostSteps):
         followed = f"{type(self.scheduler.inner).__name__}: exact without a wait" if self._schedulers else ""
         schedule = f"; schedule {followed or type(self.scheduler).__name__ + ': of the host'}" if self.scheduler else ""
         return (
-            f"makes the steps of {self.host} as an hs.Step ({self.step.plan.granted}): forward, backward, clipping, "
+            f"runs the steps of {self.host} as an hs.Step ({self.step.plan.granted}): forward, backward, clipping, "
             f"optimizer; loss, gradients and buffers are judged{schedule}"
         )

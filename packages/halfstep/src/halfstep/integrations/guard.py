@@ -62,7 +62,7 @@ from halfstep.step.verdicts import VerdictHandler
 Way = Literal["exact", "read"]
 GUARDED = "_halfstep_guard"
 """A mark on optimizers and hosts: two guards of one optimizer would judge each step twice."""
-ONE_LOSS = "its backward does not tell for which of two optimizers a loss is"
+ONE_LOSS = "its backward does not show which of two optimizers a loss is for"
 AHEAD = 256  # steps that a schedule is asked for in advance
 
 
@@ -99,7 +99,7 @@ class HostSteps:
     """The facts of the newest step, on the device; None before the first."""
 
     def __init__(self, host: str, optimizer: Optimizer, limits: Iterable[str]) -> None:
-        refuse_second_guard(optimizer, "two guards would judge each step twice, and the second what the first has made")
+        refuse_second_guard(optimizer, "two guards would judge each step twice, the second after the first")
         self.host, self.optimizer, self.limits = host, optimizer, list(limits)
         self._schedulers: list[FollowedScheduler] = []
         self._undo: list[Callable[[], object]] = []
@@ -281,7 +281,7 @@ class HostGuard(HostSteps):
         ]
         self._undo += [hook.remove for hook in hooks]
         warning = (
-            f"{type(optimizer).__name__}.step() was called past the guard inside {host}: such steps are neither judged "
+            f"{type(optimizer).__name__}.step() bypassed the guard inside {host}: such steps are neither judged "
             f"nor dropped. Call {advice.step} instead"
         )
         self._undo.append(watch_for_second_step(optimizer, warning))
@@ -354,7 +354,7 @@ class HostGuard(HostSteps):
             names = ", ".join(type(one).__name__ for one in self.models)
             raise ConfigError(
                 f"the optimizer steps, but the guarded model ({names}) was not called since the last step",
-                why="what its forward pass writes is saved when it is called, so that a bad step can be undone",
+                why="to undo a bad step, everything that its forward pass writes is saved when it is called",
                 fix=f"guard the module that your loop calls, as {self.host} has wrapped it",
             )
         if self._loss is None and not self._has_warned:
@@ -396,7 +396,7 @@ class HostGuard(HostSteps):
                 what = "changes momentum, too" if is_cycled else "is the second scheduler of this optimizer"
                 raise ConfigError(
                     f"schedule='exact' is not possible: {type(scheduler).__name__} {what}",
-                    why="the device holds one table, of learning rates",
+                    why="the device has one table, for learning rates",
                     fix="schedule='read': one wait per step",
                 )
             self.schedule = "read"
@@ -409,7 +409,7 @@ class HostGuard(HostSteps):
     def _judge_rest(self) -> None:
         if self._loss is not None and self.attempted == 0:
             step = self._guard.advice.step  # type: ignore[attr-defined]
-            warn_user(f"backward was called inside {self.host}, but no guarded step was made: call {step}")
+            warn_user(f"backward was called inside {self.host}, but no guarded step followed: call {step}")
         self._verdicts.act_on(self._guard.drain())
 
     def _describe(self) -> str:
@@ -427,7 +427,7 @@ class HostGuard(HostSteps):
             how = "exact without a wait" if self.schedule == "exact" else "one host read per step"
             parts.append(f"schedule {names}: {how}")
         if self.scaler is not None:
-            parts.append("the loss scale moves for overflows only")
+            parts.append("the loss scale changes on overflows only")
         return "; ".join(parts)
 
     # --- inside ---
@@ -457,7 +457,7 @@ class HostGuard(HostSteps):
         if closure is not None:
             raise ConfigError(
                 "optimizer.step(closure) cannot be guarded",
-                why="the closure evaluates the model inside the step, which cannot be judged before it is made",
+                why="the closure evaluates the model inside the step, so it cannot be judged before",
                 fix="use an optimizer that steps without a closure",
             )
         self.step()
@@ -503,7 +503,7 @@ def check_loop(host: Any, model: Any, optimizer: Any, is_prepared: Callable[[Any
         if not is_prepared(one):
             raise ConfigError(
                 f"this {type(one).__name__} was not prepared by this {type(host).__name__}",
-                why="the guard replaces methods of what that returned, and your loop would call others",
+                why="the guard replaces methods of the prepared object, and your loop calls others",
                 fix=use,
             )
     return models
@@ -512,7 +512,7 @@ def check_loop(host: Any, model: Any, optimizer: Any, is_prepared: Callable[[Any
 def refuse_unguardable(name: str, fix: str) -> None:
     raise ConfigError(
         f"{name} cannot be guarded",
-        why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",
+        why="it shards gradients or steps the optimizer by itself, so a single step cannot be judged or dropped",
         fix=fix,
     )
 
@@ -522,7 +522,7 @@ def refuse_second_guard(owner: object, why: str) -> None:
         raise ConfigError(
             f"this {type(owner).__name__} is already guarded, inside {getattr(owner, GUARDED).host}",
             why=why,
-            fix="call guard once; to guard anew, call .close() of the first one",
+            fix="call guard once; to guard again, first call .close() of the old one",
         )
 
 
@@ -539,10 +539,10 @@ def list_models(taker: str, model: Any, optimizer: Any, fix: str) -> list[nn.Mod
     num_others = sum(id(parameter) not in known for parameter in trained)
     if num_others:
         raise ConfigError(
-            f"{num_others} of the {len(trained)} parameters of the optimizer belong to none of the models given "
+            f"{num_others} of the {len(trained)} parameters of the optimizer do not belong to the given models "
             f"({', '.join(type(unwrap_model(one)).__name__ for one in models)})",
-            why="what the forward pass of each trained model writes is saved, so that a bad step can be undone",
-            fix="give every model that the optimizer trains, in a list if there are several",
+            why="to undo a bad step, everything that the forward pass of a trained model writes is saved",
+            fix="pass every model that the optimizer trains, as a list if there are several",
         )
     return models
 

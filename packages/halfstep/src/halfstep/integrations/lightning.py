@@ -136,7 +136,7 @@ class HalfstepPrecision:
         if len(optimizers) != 1:
             raise ConfigError(
                 f"HalfstepPrecision guards one optimizer, and configure_optimizers returned {len(optimizers)}",
-                why="Lightning does not say which of them a loss belongs to",
+                why="Lightning does not show which of them a loss belongs to",
                 fix="one optimizer with several parameter groups, or Lightning's own precision=...",
             )
         refuse_closure(optimizers[0])
@@ -149,7 +149,7 @@ class HalfstepPrecision:
         if self._granted not in NAMES or self._granted == "tf32" and self._is_guard:
             raise ConfigError(
                 f"precision {self._granted!r} is not supported inside Lightning at level 'guard'",
-                why="the guard leaves computing to Lightning, which has no such precision",
+                why="the guard leaves the computation to Lightning, which lacks it",
                 fix="'bf16', 'fp16' or 'fp32'; for tf32 torch.set_float32_matmul_precision('high') with 'fp32'",
             )
         for warning in plan.warnings if self._is_guard else ():  # a captured step gives them itself
@@ -241,7 +241,7 @@ class HalfstepPrecision:
     def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, judge its gradients as Lightning's hooks and clipping left them, and step or not."""
         if kwargs:
-            raise ConfigError(f"optimizer.step() was given {', '.join(kwargs)}, which a guarded step does not take")
+            raise ConfigError(f"optimizer.step() was given {', '.join(kwargs)}, which a guarded step does not support")
         self._begin()
         if isinstance(self._steps, CapturedSteps):
             return self._steps.run(closure)
@@ -340,7 +340,7 @@ def _find_obstacle(pl_module: Any) -> str:
     if not pl_module.automatic_optimization:
         return "the module optimizes manually"
     if getattr(pl_module, "_compiler_ctx", None) is not None:
-        return "the module is compiled as a whole; a captured step compiles by itself"
+        return "the module is compiled as a whole; a captured step compiles itself"
     if trainer.accumulate_grad_batches != 1 or any(
         type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks
     ):
@@ -433,7 +433,7 @@ def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
         if loss is None:
             raise ConfigError(
                 "training_step returned None",
-                why="a captured step cannot be skipped by its own code",
+                why="a captured step cannot skip itself",
                 fix='return the loss: a step that is not finite is dropped; or HalfstepPrecision(level="guard")',
             )
         calls.extra = tree_map(detach_copy, extra) if extra else {}

@@ -86,7 +86,7 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
         if self.is_ddp:
             raise ConfigError(
                 f"{type(self).__name__} trains on one GPU, not on several",
-                why="nnU-Net's ranks run only on GPUs, where this trainer has not been tried with them",
+                why="this trainer has not been tested with nnU-Net's ranks, which run only on GPUs",
                 fix="-num_gpus 1, or -tr nnUNetTrainer",
             )
         self._cases: dict[int, list[str]] = {}

@@ -64,7 +64,7 @@ class HalfstepScaler:
     ) -> None:
         if optimizer is not self.guard.optimizer:
             raise ConfigError(
-                f"this {type(optimizer).__name__} is not the optimizer that HalfstepScaler was made with",
+                f"this {type(optimizer).__name__} is not the optimizer that HalfstepScaler was given",
                 fix="one HalfstepScaler(model, optimizer) for each optimizer",
             )
         self.guard.record(loss)  # train.py has divided it by the number of accumulated batches

@@ -114,7 +114,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         refuse_unfit_accelerator(self.accelerator)
         why_not = self._find_why_not_captured() if self._hs_level == "captured" else ""
         if why_not:
-            say(f"does not capture the steps of {HOST}, and guards them: {why_not}")
+            say(f"guards the steps of {HOST} instead of capturing them: {why_not}")
         is_captured = self._hs_level == "captured" and not why_not
         self._hs_last_loss, self._hs_num_missing, self._hs_num_losses = None, None, 0
         self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
@@ -138,7 +138,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, ADVICE, precision=self._choose_precision(),
             fast=Fast(self._hs_fast, num_steps=max(self.state.max_steps, 1)),
             clip_norm=max(args.max_grad_norm or 0.0, 0.0), accumulate=args.gradient_accumulation_steps,
-            limits=[*LIMITS, "on_pre_optimizer_step comes after the step"],
+            limits=[*LIMITS, "on_pre_optimizer_step is called after the step"],
             **{name: value for name, value in self._hs_options.items() if name != "schedule"},
         )  # fmt: skip
         self._hs_window = []
@@ -243,13 +243,9 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     # --- logs ---
 
-    @property
-    def _keeps_rates_on_device(self) -> bool:
-        return self._hs_steps is not None and getattr(self._hs_steps, "schedule", "exact") == "exact"
-
     def _get_learning_rate(self) -> Any:
         """Return the rate of the newest step. The Trainer asks at every step: a tensor, so that nothing waits."""
-        if not self._keeps_rates_on_device:
+        if self._hs_steps is None or getattr(self._hs_steps, "schedule", "exact") == "read":
             return super()._get_learning_rate()
         rate = self.optimizer.param_groups[0]["lr"]
         return rate.clone() if isinstance(rate, Tensor) else rate

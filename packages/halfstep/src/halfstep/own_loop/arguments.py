@@ -89,14 +89,14 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
             "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
         )
     elif not isinstance(model, nn.Module) and isinstance(inner := getattr(model, "model", None), nn.Module):
-        fix = f"a trainer runs its own loop: give hs.Step its {type(inner).__name__}, and write the loop"
+        fix = f"a trainer runs its own loop: pass its {type(inner).__name__} to hs.Step, and write the loop"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
         fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
     found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
         f"a step takes a model and its optimizer, or a list of them, not {found}",
-        why="it steps the optimizer itself, and checks before that whether the step is good",
+        why="it steps the optimizer itself, after checking that the step is good",
         fix=fix,
     )
 
@@ -153,7 +153,7 @@ def make_capturable(optimizers: Sequence[Optimizer], rates: Rates | None = None)
     """Give torch's optimizers the form that a CUDA graph can hold: SGD's fused kernel, and counters on the device.
     Fused Adam takes its betas from the host, so it is not fused where a schedule cycles them.
 
-    Return the names of those whose last bits may differ for it: bias corrections, and the product of learning rate and
+    Return the names of those whose last bits may differ: bias corrections, and the product of learning rate and
     update, are rounded differently (docs/captured_steps.md)."""
     changed = []
     for optimizer in optimizers:
@@ -250,17 +250,17 @@ def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
 
 
 def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that holds no weight of the model. It may hold others as well, such as a loss function's."""
+    """Refuse an optimizer that trains no weight of the model. It may train others, too, such as a loss function's."""
     own = {id(weight) for weight in model.parameters()}
     for optimizer in optimizers:
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         if held and not any(id(weight) in own for weight in held):
             raise ConfigError(
-                f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
+                f"{type(optimizer).__name__} trains {len(held)} parameters, and none of them belongs to this "
                 f"{type(model).__name__}",
-                why="it was made for another model, or before the weights were replaced, as by model.to(...), a copy "
+                why="it was created for another model, or before the weights were replaced by model.to(...), a copy "
                 "or fully_shard(model)",
-                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
+                fix=f"create it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
                 "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
 
@@ -294,7 +294,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
                 why="the optimizer already refers to these weights, so they cannot be cast now",
-                fix=f"call model.{cast} before making the optimizer, and before fully_shard"
+                fix=f"call model.{cast} before creating the optimizer, and before fully_shard"
                 + (
                     ", or choose another precision" if weight.dtype != torch.float64 else ": there is no fp64 precision"
                 ),
@@ -305,14 +305,14 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
 
 
 def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bool) -> dict[str, object]:
-    """Refuse what a sharded model cannot have. Return what must be equal on all ranks; empty if it is not sharded."""
+    """Refuse settings that do not work with a sharded model. Return those that ranks must agree on."""
     sharding = find_sharding(model)
     if sharding is None:
         return {}
     if capsules:
         raise ConfigError(
             f"capsules={capsules!r} with a sharded model",
-            why="a capsule holds whole weights, and no rank has them",
+            why="a capsule contains whole weights, and no rank has them",
             fix="leave capsules= out; to look for the cause of a bad step, run a smaller model without fully_shard",
         )
     if has_fp8 or any(row.compute == "fp8" for row in plan.rows):
@@ -383,10 +383,10 @@ def read_window(given: object, accumulate: int) -> list[Batch]:
         if isinstance(given, (str, bytes)) or is_record or not isinstance(given, Sequence):
             _refuse(f"is a {type(given).__name__}, not a list of batches")
         if len(given) > accumulate:
-            _refuse(f"holds {len(given)} entries, more than the accumulate={accumulate} batches of one step")
+            _refuse(f"contains {len(given)} entries, more than the accumulate={accumulate} batches of one step")
         window = list(given)
     if _mixes_kinds(window):
-        _refuse("holds tensors of different dtypes or dimensions, like the entries of one batch")
+        _refuse("contains tensors of different dtypes or dimensions, like the entries of one batch")
     if isinstance(given, tuple) and len(window) > 1 and all(isinstance(batch, Tensor) for batch in window):
         _refuse(f"is a tuple of {len(window)} tensors, as a batch is; batches that are tensors come in a list")
     return window

@@ -1,12 +1,12 @@
 """The position of a custom loop in its data: a resumed loop continues with the very next batch.
 
-Stored are the generators (Python's, NumPy's, torch's, CUDA's, and those that loader, samplers and data set hold) as
-they are now and as they were before the pass began, and the number of batches yielded since. To resume, the pass begins
-again with the generators of that time. torch then draws what it drew then: the seed of the workers, and the order. The
+The state has the generators (Python's, NumPy's, torch's, CUDA's, and those of loader, samplers and data set) as they
+are now and as they were before the pass began, and the number of batches yielded since. To resume, the pass begins
+again with the generators of that time, so torch draws the same seed of the workers and the same order again. The
 index sampler, for which `_Order` stands in, drops the batches of indices that were yielded, without loading a sample.
 Last, the generators are set to how they were when the state was stored.
 
-Samples need to be loaded again only where indices do not tell everything:
+Samples need to be loaded again only where indices are not enough:
 - workers drew random numbers (`_WorkerWatch` compares their generators), so a sample depends on those before it;
 - the sampler draws from the global generators in the middle of a pass, between the draws of the data set;
 - the data come from an iterable data set, or from anything that is not a DataLoader.
@@ -94,7 +94,7 @@ class _PassState:
 
 
 class DataPosition:
-    """How many passes over the data have ended, and how far the present one is."""
+    """How many passes over the data have ended, and the position in the current one."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         self.epoch = 0
@@ -133,7 +133,7 @@ class DataPosition:
                 if current.is_replaced:
                     raise ConfigError(
                         "a state was loaded while step.windows was running",
-                        why="the loaded state has its own position in the data, and this pass is not at it",
+                        why="the loaded state has its own position in the data, and this pass is elsewhere",
                         fix="leave the loop after loading, and call step.windows again: it continues there. To go on "
                         'with this pass instead, load step.state_dict() without its "position"',
                     )
@@ -148,7 +148,7 @@ class DataPosition:
         if self._pass is None and self._state is not None and not self._state.is_over:
             warn_user(
                 "the loaded state stops in the middle of a pass over the data, and this batch does not come from "
-                f"step.windows(loader), which would go on there: {INEXACT}"
+                f"step.windows(loader), which would continue there: {INEXACT}"
             )
             self._state = None
 
@@ -161,8 +161,8 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         if self._has_overlap:
             warn_user(
-                "step.windows was called again before the pass before it had ended: of passes that run at the same "
-                "time only the newest is stored, so a resumed loop does not continue exactly"
+                "step.windows was called again before its last pass had ended: only the newest of several passes is "
+                "stored, so a resumed loop does not continue exactly"
             )
         if self._pass is not None:
             self._pass.update_state()
@@ -177,7 +177,7 @@ class DataPosition:
             rank, num_ranks = self.ranks
             warn_user(
                 f"this is rank {rank} of {num_ranks}, and the state is of rank {state['ranks'][0]} of "
-                f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load what it saved"
+                f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load its own file"
             )
             self._generators = read_generators()
         for note in restore_generators(self._generators):
@@ -319,16 +319,16 @@ class _Pass:
             raise CheckpointError(
                 f"the state is in the middle of a pass over {found.num_batches or 'an unknown number of'} batches, "
                 f"this loader has {self.state.num_batches or 'an unknown number'}",
-                why=f"the {skipped} to skip would be other ones",
+                why=f"the {skipped} to skip would be different ones",
                 fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
             )
         for name, then in found.data.items():
             if (now := self.fingerprint.get(name, then)) != then:
-                self._note_difference(f"the data are others, {name} was {then} and is {now}")
+                self._note_difference(f"the data differ: {name} was {then} and is {now}")
                 break
         if found.is_left:
             warn_user(
-                f"the stored pass was left by `break` after {skipped} and goes on from there; to begin a new one "
+                f"the stored pass was left by `break` after {skipped} and continues from there; to begin a new one "
                 "instead, call step.end_pass() before you save"
             )
         self.state.num_yielded, self.state.before = num, found.before
@@ -387,7 +387,7 @@ class _Pass:
         if any(not _is_equal(now[name], then[name]) for name in drawn):
             self._differences.append(
                 "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
-                "follow may be others (give the data their own generator, or use hs.seeded(dataset))"
+                "follow may differ (give the data their own generator, or use hs.seeded(dataset))"
             )
 
     def _why_loaded(self, found: _PassState) -> str:
@@ -408,7 +408,7 @@ class _Pass:
         if self.is_iterable:
             return f"{type(self.loader.dataset).__name__} is an iterable data set"
         if self.state.late_draws:
-            return "the sampler draws from the global generators during the pass (give it a generator of its own)"
+            return "the sampler draws from the global generators during the pass (give it its own generator)"
         if depends_on_workers and has_same_workers and not self.state.is_reused:
             return "samples draw random numbers in workers (hs.seeded(dataset) makes this unnecessary)"
         return ""
@@ -423,7 +423,7 @@ class _Pass:
             self._order.skip()
         self._note_order()
         if self.state.seen != found.seen:
-            self._note_difference("the skipped batches are other ones than those of the stored pass")
+            self._note_difference("the skipped batches differ from those of the stored pass")
         return batches
 
     def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:
@@ -709,6 +709,6 @@ def _count_batches(batches: Any) -> int | None:
 def _make_too_short(number: int, num: int) -> CheckpointError:
     return CheckpointError(
         f"the data end after {format_count(number, 'batch', 'batches')}, and {num} are to be skipped",
-        why="they have become fewer since the state was stored",
+        why="there are fewer batches than when the state was stored",
         fix="resume with the same data, or call step.end_pass() first to begin a new pass",
     )

@@ -136,8 +136,8 @@ def _read_modules(plan: Plan) -> dict[str, str]:
 # --- hs.ledger ---
 
 NOT_COMPILED = (
-    "the model is compiled: inside the ledger its steps ran uncompiled, so this is what its code asks for, "
-    "not what the compiler made of it"
+    "the model is compiled: inside the ledger its steps ran uncompiled, so this shows the formats in its code, "
+    "not those of the compiled code"
 )
 
 
@@ -179,7 +179,7 @@ def ledger(step: object) -> Iterator[SeenSteps]:
     if guarded.sharding is not None:
         raise ConfigError(
             "hs.ledger with a sharded model",
-            why="it tells casts of weights by their memory, and FSDP gathers weights into other memory at every pass",
+            why="it recognises casts of weights by their memory, and FSDP gathers weights into new memory",
             fix="watch the same model without fully_shard, with fewer layers if it does not fit: its precision plan is "
             "the same",
         )

@@ -74,7 +74,7 @@ class LossChecker:
             raise ConfigError(
                 "no gradient reached a parameter that this step trains",
                 why="the loss was computed with another network, a copy, or a tensor wrapped in a new Parameter",
-                fix="compute it with the parameters that the optimizer holds",
+                fix="compute it with the parameters that the optimizer trains",
             )
 
     def hint_at_forward_outside(self, *, ran: bool) -> None:
@@ -119,7 +119,7 @@ class LossChecker:
         if any(p.grad is not None for group in groups for p in group["params"]):
             raise ConfigError(
                 "loss_fn called backward() itself",
-                why="the step takes the gradient of what loss_fn returns, and would count it twice",
+                why="the step computes the gradient of the returned loss, and would count it twice",
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
         if is_scaled_by_hand(loss):
@@ -187,7 +187,8 @@ def _find_numbers(loss: Tensor) -> list[float]:
 
 
 def _identify(loss_fn: LossFn) -> object:
-    loss_fn = inspect.unwrap(loss_fn)
+    if hasattr(loss_fn, "__wrapped__"):
+        loss_fn = inspect.unwrap(loss_fn)
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 
@@ -280,11 +281,11 @@ def find_named(loss_fn: Callable[..., Any]) -> dict[str, Any]:
 def suggest_ways(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> Iterator[str]:
     """Yield what a user can do after a stop, in addition to the guard's advice."""
     if not has_capsules:
-        yield 'capsules="DIR" keeps such a step, and hs.replay names its cause'
+        yield 'capsules="DIR" saves such a step, and hs.replay names its cause'
     if carried := find_non_finite(loss_fn):
         yield (
-            f"loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden state "
-            "does, keep it in a buffer of a module in also=, so that a bad step puts it back"
+            f"{', '.join(carried[:3])} of loss_fn is not finite: if it is carried from batch to batch, as a hidden "
+            "state is, keep it in a buffer of a module in also=, so that a bad step restores it"
         )
 
 

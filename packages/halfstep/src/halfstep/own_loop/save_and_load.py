@@ -1,8 +1,8 @@
 """`hs.save` and `hs.load`: a custom loop's whole state in one safetensors file, or a folder for a sharded model.
 
 Tensors are stored by name, and everything else as JSON in the file's metadata, so nothing is unpickled. The JSON part
-holds a checksum of itself and of every tensor. The file is written under a hidden name, flushed to the disk and
-renamed: if the process is killed at any moment, the path holds the old state or the new one.
+has a checksum of itself and of every tensor. The file is written under a hidden name, flushed to the disk and
+renamed: if the process is killed at any moment, the path has either the old state or the new one.
 
 distributed/sharded_files.py describes the folder of a sharded model, which the ranks write while they train on.
 """
@@ -69,7 +69,7 @@ def save(
     except TypeError as error:
         raise CheckpointError(
             f"hs.save cannot store {error}",
-            why="the file holds tensors and JSON, so that loading it never runs code",
+            why="the file contains tensors and JSON, so that loading it never runs code",
             fix="numbers, strings, tensors, and lists, tuples and dicts of them, also in the state_dict() of a model "
             "or loader: float(x) of a NumPy number, x.state_dict() of an object",
         ) from error
@@ -92,7 +92,7 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Continue as `hs.save` was called: load model, step, generators and position in the data; return `extra`.
 
-    Make model, optimizer and step as before, then call it. What does not fit is refused, and nothing is changed.
+    Create model, optimizer and step as before, then call it. A state that does not fit is refused and changes nothing.
     `reshard=True` loads the folder of a sharded model into another number of shards, or into an unsharded model: the
     loop continues, but not bit-exactly. ::
 
@@ -105,7 +105,7 @@ def load(
         state = _read(path)
     if num_models != state["num_models"]:
         raise CheckpointError(
-            f"{path} holds {_describe_number(state['num_models'])}, and hs.load was given "
+            f"{path} contains {_describe_number(state['num_models'])}, and hs.load was given "
             f"{_describe_number(num_models)}",
             why="the weights are stored by their position in the list, or without a list by their names alone",
             fix="hs.load(path, step, ...) with the same models as hs.save, in the same order",
@@ -113,15 +113,15 @@ def load(
     _refuse_different_model(path, model, state["model"])
     if len(steps) != len(state["steps"]):
         raise CheckpointError(
-            f"{path} holds the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
+            f"{path} contains the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
             fix="pass the same steps as to hs.save, in the same order",
         )
     for one, its_state in zip(steps, state["steps"], strict=True):
         one.refuse_unfit(its_state)
     if resized := resize_buffers(model, state["model"]):
         warn_user(
-            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for "
-            "buffers that grow or shrink in training, but not if the model was made with other settings"
+            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} contains: right for "
+            "buffers that grow or shrink in training, but not if the model has other settings"
         )
     model.load_state_dict(state["model"])
     restore_buffers(model, state["buffers"])
@@ -182,7 +182,7 @@ def save_weights(path: str | os.PathLike[str], model: nn.Module, /, *, dtype: to
 def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"cannot write {path}: {summarise_error(error)}",
-        why="nothing was overwritten: what was stored there before is intact",
+        why="nothing was overwritten: the previous file is intact",
         fix="free some space, or choose a folder that you can write to",
     )
 
@@ -226,15 +226,15 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
         num_missing = sum(id(one) not in held for one in trained)
         if trained and num_missing == len(trained):
             raise CheckpointError(
-                f"none of the {format_count(num_missing, 'parameter')} that the step trains is in the model given",
-                why="the file would hold the state of the optimizers, and the weights of another model",
-                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was made "
+                f"the given model has none of the {format_count(num_missing, 'parameter')} that the step trains",
+                why="the file would contain the state of the optimizers, and the weights of another model",
+                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was created "
                 "with; several models as a list",
             )
         if num_missing:
             warn_user(
-                f"{num_missing} of the {len(trained)} parameters that the step trains are in none of the models given, "
-                "so the file does not hold them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
+                f"{num_missing} of the {len(trained)} parameters that the step trains are in no given model, "
+                "so the file does not contain them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
                 "tensor outside of any module can be stored as a keyword argument of hs.save"
             )
 
@@ -293,7 +293,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if document is None:
         raise CheckpointError(
-            f"{path} holds tensors without the state of a loop",
+            f"{path} contains tensors without the state of a loop",
             why="hs.save did not write it",
             fix="safetensors.torch.load_file reads it, for model.load_state_dict",
         )
@@ -336,13 +336,13 @@ def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, A
         # The shape of a buffer may change while training, its number of dimensions and dtype do not.
         and not (name in buffers and (value.dtype, value.ndim) == (stored[name].dtype, stored[name].ndim))
     ]
-    lists = {"it lacks": missing, "it also holds": unknown, "of another shape or dtype": differing}
+    lists = {"it lacks": missing, "it also has": unknown, "of another shape or dtype": differing}
     found = [f"{text} {', '.join(names[:NUM_SHOWN])}{_count_more(names)}" for text, names in lists.items() if names]
     if found:
         raise CheckpointError(
-            f"{path} is of another model than this {type(model).__name__}",
+            f"{path} was saved from another model than this {type(model).__name__}",
             why="; ".join(found),
-            fix="make the model with the same settings as when the file was stored; nothing was changed",
+            fix="create the model with the same settings as when the file was stored; nothing was changed",
         )
 
 

@@ -62,7 +62,7 @@ def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
 
 
 class Following(LRScheduler):
-    """What the class of the user's scheduler gets in front of its own methods: code that stores it stays right.
+    """Methods put in front of those of the user's scheduler, so that code that stores it stays correct.
 
     hs.Step reads rates from a copy of the scheduler and never calls the `step()` of the user's object. Its fields come
     from a second copy, which is moved to the count of committed steps when they are needed: reading an attribute takes
@@ -264,7 +264,7 @@ class LoopSchedules:
     def validated(self, metric: float) -> None:
         if not self.has_any("validation"):
             raise ConfigError(
-                "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
+                "validated(metric) was called, but schedule= contains no ReduceLROnPlateau",
                 why="no other schedule follows a metric",
                 fix="use schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(...), or remove the call of validated()",
             )
@@ -331,9 +331,9 @@ class LoopSchedules:
             raise ConfigError(
                 f"a state with the learning rate {loaded[0]:g} was loaded into {type(driven.optimizer).__name__}, and "
                 f"schedule= ({driven.kind}), which is at {count}, gives {own[0]:g}",
-                why="where a schedule was is not part of an optimizer's state, so it would begin again",
+                why="an optimizer's state lacks the position of its schedule, which would begin again",
                 fix="scheduler.load_state_dict(...) as well; for a schedule that is a function, step.load_state_dict; "
-                "to begin the schedule again, load before making the step",
+                "to begin the schedule again, load before creating the step",
             )
 
     def refuse_written_rates(self) -> None:
@@ -341,13 +341,13 @@ class LoopSchedules:
         for driven in self.driven:
             if driven.is_stepped_by_hand:
                 instead = {
-                    "step": "the step moves it on by itself",
+                    "step": "the step advances it",
                     "epoch": "call step.epoch_ended() instead",
                     "validation": "call step.validated(metric) instead",
                 }[driven.every]
                 raise ConfigError(
                     f"{type(driven.scheduler).__name__}.step() was called by hand, but schedule= drives it",
-                    why="the step follows a copy of it, which a skipped step does not move",
+                    why="the step follows a copy of it, which a skipped step does not advance",
                     fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and keep stepping it by hand",
                 )
         if self.rates is not None:
@@ -370,8 +370,8 @@ class LoopSchedules:
         if kinds != self.kinds:
             raise CheckpointError(
                 f"the state was saved with another schedule: {', '.join(kinds)}; this step has {', '.join(self.kinds)}",
-                why="another schedule would read its counters",
-                fix="make the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
+                why="a different schedule would use its counters",
+                fix="create the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )
         for driven, start in zip(self.driven, self._find_starts(state), strict=True):
@@ -380,7 +380,7 @@ class LoopSchedules:
                 raise CheckpointError(
                     f"{type(driven.scheduler).__name__} is at {driven.first}, the state at {driven.first + count}",
                     why="a scheduler cannot step back",
-                    fix="make the step with a new scheduler, as it was made when the state was saved",
+                    fix="create the step with a new scheduler, as when the state was saved",
                 )
             if driven.every == "epoch":
                 self._ask(driven, driven.start + count)
@@ -419,7 +419,7 @@ def _assign_to_optimizers(given: object, optimizers: Sequence[Optimizer]) -> lis
             )
         pairs = [(optimizer, one) for optimizer, one in zip(optimizers, given, strict=True) if one is not None]
         for optimizer, one in pairs:
-            _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its place in the list")
+            _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its position in the list")
         return pairs
     _refuse_stranger(given, optimizers, "one of this step's")
     own = getattr(_unwrap(given), "optimizer", None)
@@ -437,15 +437,15 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
             return
         raise ConfigError(
             f"schedule={given!r} is not a schedule",
-            why="it is a torch scheduler, a function of the step, or a list with one of them for each optimizer",
+            why="a schedule is a torch scheduler, a function of the step, or a list with one of them per optimizer",
             fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps)); "
             "a scheduler of another library: leave schedule= out and step it yourself",
         )
     if not any(inner.optimizer is optimizer for optimizer in optimizers):
         raise ConfigError(
-            f"{type(inner).__name__} was made for another optimizer, not for {wanted}",
-            why="a scheduler drives the optimizer it was made with, and no other",
-            fix=f"make it with the optimizer given to Step: {type(inner).__name__}(optimizer, ...)",
+            f"{type(inner).__name__} was created for another optimizer, not for {wanted}",
+            why="a scheduler only drives the optimizer that it was created with",
+            fix=f"create it with the optimizer given to Step: {type(inner).__name__}(optimizer, ...)",
         )
 
 
@@ -466,7 +466,7 @@ def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
             return [
                 f"schedule={type(scheduler).__name__} follows optimizer steps: after {step} of them the learning rate "
                 "is 1/50 of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
-                "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
+                "step.epoch_ended(); if that is intended, hs.per_step(scheduler)"
             ]
     return []
 
@@ -482,6 +482,6 @@ def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]
     if not 0 < highest <= 0.01 or base > 0.5:
         return []
     return [
-        f"schedule= is a function that gives at most {highest:g}: a multiple of the optimizer's learning rate, "
-        f"{base:g}, is meant. Of a function that gives rates, make lambda step: rate(step) / {base:g}"
+        f"schedule= is a function that returns at most {highest:g}: it should return a multiple of the optimizer's "
+        f"learning rate, {base:g}. If it returns rates, use lambda step: rate(step) / {base:g}"
     ]

@@ -100,8 +100,8 @@ class Step:
     bad steps in a row raise hs.TrainingStopped.
 
     On a GPU the first steps run eagerly; then the whole step is captured as a CUDA graph, if `loss_fn` can be traced,
-    and later compiled, if that pays. One line on stderr says what runs, `step.mode` too, and `step.certificate` what it
-    was compared with.
+    and later compiled, if that pays off. One line on stderr and `step.mode` report what runs; `step.certificate`
+    reports what it was compared with.
 
     A call left over from the old loop, such as optimizer.step(), gives one warning and still takes effect; backward()
     inside loss_fn is refused.
@@ -134,7 +134,7 @@ class Step:
             settings and scale are taken over. Other precisions need none: they ignore it, a GradScaler with a warning.
         skip_spikes: also drop steps whose loss is far above the last 64.
         also: a module or tensor, or several, that loss_fn writes into although this step does not train them, such as a
-            generator while its discriminator is trained. A bad step puts them back, too.
+            generator while its discriminator is trained. A bad step restores them, too.
         on_gradients: called with the model to edit its gradients: they are unscaled, and not yet checked and clipped.
         on_commit: called with the model once the optimizers have stepped, to move a teacher or a target network. Name
             those networks in also=, so that a bad step restores them.
@@ -250,7 +250,7 @@ class Step:
             warn_once(unfused, "an optimizer is not fused", stacklevel=2)
 
     def _keep_ranks_alike(self, **settings: object) -> None:
-        """Refuse ranks that made this step with other settings, or that use other learning rates."""
+        """Refuse ranks whose settings of this step or whose learning rates differ."""
         if self._step.ranks is not None:
             refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
             self._guard.observers.append(refuse_differing_rates)
@@ -304,7 +304,7 @@ class Step:
         return Outcome(facts)
 
     def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:
-        """Let the watch see the step that was made, in a side step if its code was captured or compiled."""
+        """Let the watch observe this step, in a side step if its code was captured or compiled."""
         assert self._watch is not None
         if self._watch.lacks_activations and not self._fast.why_eager:
             if self._fast.is_pure:
@@ -330,7 +330,7 @@ class Step:
         return batches
 
     def _take_loaded(self) -> None:
-        """Go on from states that the user's code has loaded into optimizers and schedulers since the last step."""
+        """Continue from states that the user's code has loaded into optimizers and schedulers since the last step."""
         loaded = [committer.optimizer for committer in self._step.committers if committer.has_new_groups]
         if not loaded and not any(driven.is_loaded for driven in self._schedules.driven):
             return
@@ -406,7 +406,7 @@ class Step:
         self._schedules.epoch_ended()
 
     def end_pass(self) -> None:
-        """Count a pass over the data as ended that was left by `break` or is to be resumed: the next one is new."""
+        """End a pass over the data that was left by `break` or is to be resumed: the next one starts anew."""
         self._position.end_pass()
 
     def validated(self, metric: float | Tensor) -> None:
@@ -451,7 +451,7 @@ class Step:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers, also if there is only one."""
+        """Return the optimizers as a list, even if there is only one."""
         return self._step.optimizers
 
     @property
@@ -476,18 +476,18 @@ class Step:
 
     @property
     def committed(self) -> int:
-        """Return the number of steps that moved the weights; waits for the device."""
+        """Return the number of steps that changed the weights; waits for the device."""
         return int(self._step.committed)
 
     @property
     def mode(self) -> str:
-        """Return how steps run now: "eager", "graph" or "compile+graph", with ", commit eager" if graphs hold forward
-        and backward only."""
+        """Return how steps run now: "eager", "graph", "compile+graph", or "compile" with graph breaks. ", commit eager"
+        follows if graphs hold forward and backward only."""
         return self._fast.mode
 
     @property
     def certificate(self) -> Certificate:
-        """Return what captured steps were compared with, and what came out."""
+        """Return what captured steps were compared with, and the results."""
         return self._fast.certificate
 
     @property
@@ -505,7 +505,7 @@ class Step:
 
     @property
     def batch(self) -> int:
-        """Return the number of batches of the present pass so far, also after resuming: `tqdm(initial=step.batch)`."""
+        """Return the number of batches of the current pass so far, also after resuming: `tqdm(initial=step.batch)`."""
         return self._position.num_yielded
 
     def describe(self) -> list[tuple[str, str, int]]:
@@ -621,12 +621,12 @@ class Outcome:
 
     @property
     def committed(self) -> bool:
-        """True if the weights moved."""
+        """True if the step changed the weights."""
         return not self.reading.is_bad
 
     @property
     def reason(self) -> str:
-        """Return why the weights did not move; empty if they did."""
+        """Return why the step was dropped; empty if it was committed."""
         return self.reading.reason
 
     def __repr__(self) -> str:
@@ -639,7 +639,7 @@ class Outcome:
 
 
 class LoopSnapshots(Snapshots):
-    """Snapshots that also hold the tensors outside of the model that steps write, such as a teacher's."""
+    """Snapshots that include tensors outside of the model that steps write, such as a teacher's."""
 
     def collect(self, model: nn.Module, step: GuardedStep) -> dict[str, Any]:
         outside = {slot.name: slot.held for slot in self._list_outside(step)}

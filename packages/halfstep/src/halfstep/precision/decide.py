@@ -193,8 +193,8 @@ def _warn_of_recurrent(plan: Plan, model: torch.nn.Module | None) -> Plan:
     if not layers:
         return plan
     warning = (
-        f"{', '.join(layers)}: torch's autocast runs recurrent layers in fp16 even where it is bf16, here without loss "
-        f"scaling; precision fp16 scales, modules: {{{layers[0]}: fp32}} keeps fp32's range"
+        f"{', '.join(layers)}: torch's autocast runs recurrent layers in fp16 even under bf16, here without loss "
+        f"scaling; precision fp16 scales the loss, modules: {{{layers[0]}: fp32}} keeps fp32's range"
     )
     return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
@@ -206,8 +206,8 @@ def _check_fp8(plan: Plan, model: torch.nn.Module, *, has_gains: bool, strict: b
     if any(row.compute == "fp8" for row in plan.rows):
         return plan
     if has_gains or any(map(can_take_fp8, model.modules())):
-        return fall_back_to_bf16(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
-    why = f"{type(model).__name__} has no layer that can take fp8"
+        return fall_back_to_bf16(plan, f"no layer of {type(model).__name__} gets faster in fp8", strict=strict)
+    why = f"{type(model).__name__} has no layer that supports fp8"
     return fall_back_to_bf16(plan, why, strict=strict, forcible=False)
 
 
@@ -217,7 +217,7 @@ def _restrict_tf32(pattern: str, part: Grant, default: Grant) -> Grant:
         raise PrecisionError(
             f"modules: {{{pattern!r}: {part.asked}}} cannot be applied while the default is tf32",
             why="TF32 is a process-wide switch, and backward runs outside the module",
-            fix="use default bf16 or fp32, or an fp32_island() around what must be exact only in dtype",
+            fix="use default bf16 or fp32, or an fp32_island() around code that only needs the dtype",
         )
     if part.compute == "tf32" and default.compute != "tf32":
         warning = f"{pattern!r} asked for tf32, running fp32: TF32 is a process-wide switch"

@@ -170,11 +170,11 @@ class Fp8Layers:
         """Return a module's compute format under granted fp8, and the reason."""
         gain = self.gains.get(name)
         if gain is None and not can_take_fp8(module):
-            return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"
+            return "bf16", f"fp8 supports plain Linear layers with sizes divisible by {MULTIPLE}"
         if self.force:
             return "fp8", f"forced; {gain}" if gain else "forced, not measured"
         if is_edge:
-            return "bf16", "the first and the last layer stay bf16: their errors reach everything"
+            return "bf16", "the first and the last layer stay bf16: their errors affect all others"
         if gain is None:
             return ("bf16", "not called as a linear layer in the measured step") if self.gains else ("fp8", reason)
         return ("fp8" if gain.ratio >= MIN_GAIN else "bf16"), f"measured {gain}"

@@ -119,16 +119,16 @@ def make_strict_refusal(asked: str, granted: str, missing: str, *, fix: str = ""
     """Return the error for a request that only a lower rung could serve while `strict` is on."""
     return HardwareError(
         f"{asked} asked for, but {missing}",
-        why=f"strict is on, so halfstep does not go down to {granted}",
+        why=f"strict is on, so halfstep does not fall back to {granted}",
         fix=", ".join(filter(None, (f"ask for {granted}, or leave strict off", fix))),
     )
 
 
 def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
     if asked == "auto":
-        reason = f"numerics of bf16, what auto takes on a current GPU, simulated on {hardware.name}"
+        reason = f"numerics of bf16, auto's choice on a current GPU, simulated on {hardware.name}"
         return Grant(asked=asked, precision="bf16", reason=reason, simulated=True)
-    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and no statement about speed"
+    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and says nothing about speed"
     return Grant(asked=asked, precision=asked, reason=reason, simulated=True)
 
 

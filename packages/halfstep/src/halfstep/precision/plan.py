@@ -124,7 +124,7 @@ class Plan:
             frozen = tuple(PlanRow(**row) for row in fields.pop("frozen"))
             values = [value for row in (*rows, *frozen) for value in dataclasses.astuple(row)]
             if odd := [value for value in values if not isinstance(value, str)]:
-                raise TypeError(f"a row holds {odd[0]!r}, which is not text")
+                raise TypeError(f"a row contains {odd[0]!r}, which is not text")
             gains = tuple(Gain(**gain) for gain in fields.pop("gains"))
             lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks", "shard_blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})

@@ -21,7 +21,7 @@ def count_samples(batch: Batch) -> int:
     array = find_first_array(batch)
     if array is None or array.ndim == 0:
         raise DataError(
-            f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
+            f"cannot tell how many samples a batch of type {type(batch).__name__} contains",
             fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
         )
     return len(array)
@@ -39,8 +39,8 @@ def find_first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
 
 def read_sample_ids(window: Window) -> tuple[Tensor, ...]:
     """Return the `index` entries of the window's batches, if the loader gives them."""
-    found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
-    return tuple(ids for ids in found if isinstance(ids, Tensor))
+    found = [batch.get("index") for batch in window if isinstance(batch, Mapping)]
+    return tuple([ids for ids in found if isinstance(ids, Tensor)])
 
 
 def is_one(factor: Weight) -> bool:

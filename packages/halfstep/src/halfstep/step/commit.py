@@ -7,18 +7,18 @@
     host        anything else, an optimizer with state on the host, and one whose step() runs the user's code
                 (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
 
-Of a sharded model the optimizers that treat each number alone step this rank's shards (optim/shards.py).
+In a sharded model, optimizers that treat each number alone step this rank's shards (optim/shards.py).
 
 Only torch's classes use `select`: a custom optimizer may keep Python numbers or replace its state tensors, which cannot
 be restored from outside.
 
-The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
-fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
+The first commit of a parameter is always decided on the host, with one wait: optimizers create their state then, and
+fused SGD with momentum leaves an *uninitialised* buffer after a skipped first step (seen on torch 2.11 and 2.13).
 
 An optimizer can write NaN from finite gradients: 0 / 0 in Adam with eps=0, the root of a negative number in a centred
 RMSprop. After `select` and `host` the weights are checked: `select` restores them, `host` ends with an error. After
-fused kernels they are not, which would cost a pass over all weights: with eps > 0 and a finite learning rate those
-write finite numbers; with eps = 0 they use `select`.
+fused kernels they are not checked, because that costs a pass over all weights: with eps > 0 and a finite learning rate
+these kernels write finite numbers; with eps = 0 `select` is used.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from halfstep.distributed.sharding import get_local, get_locals, has_dtensor
 from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.flat import (
+    Memory,
     Snapshot,
     are_same_objects,
     get_dtype,
@@ -141,17 +142,27 @@ class CommitWay(NamedTuple):
 
 
 class CommitUndo:
-    """A copy of what an optimizer is about to write: parameters that have a gradient, and their state."""
+    """A copy of what an optimizer is about to write: parameters that have a gradient, and their state.
 
-    def __init__(self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool) -> None:
+    The copy's memory is freed when the step is over; where each tensor is in it is kept for the next one, as `last`,
+    because looking at hundreds of tensors takes longer than copying them."""
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool, last: CommitUndo | None = None
+    ) -> None:
         self.optimizer, self.parameters, self.by_host = optimizer, parameters, by_host
         self.state = {p: dict(own) for p in parameters if (own := optimizer.state.get(p))}
         # Restored by the host only: numbers that custom optimizers count in groups, and lists of tensors.
         self.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for own in self.state.values() if by_host else ():
             own.update((k, copy.deepcopy(v)) for k, v in own.items() if isinstance(v, list | dict))
-        held = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
-        self.snapshot = Snapshot([*parameters, *filter(is_writable_in_place, held)])
+        state = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
+        self.held = get_locals([*parameters, *state])
+        if last is not None and are_same_objects(self.held, last.held) and not last.memory.has_changed():
+            self.memory, self.snapshot = last.memory, last.snapshot
+        else:
+            written = [*self.held[: len(parameters)], *filter(is_writable_in_place, self.held[len(parameters) :])]
+            self.memory, self.snapshot = Memory(written), Snapshot(written)
         self.snapshot.save()
 
     def restore_where(self, bad: Tensor) -> None:
@@ -159,9 +170,11 @@ class CommitUndo:
             self.snapshot.restore_where(bad)  # torch's optimizers write their state in place
         elif bool(bad):
             self.restore()
+        self.snapshot.forget()
 
     def restore(self) -> None:
         self.snapshot.restore()
+        self.snapshot.forget()
         for p in self.parameters:
             self.optimizer.state.pop(p, None)
             if p in self.state:
@@ -178,6 +191,7 @@ class Committer:
         self._settled: tuple[list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
+        self._undo: CommitUndo | None = None  # of the last commit that was copied
         self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
         self.unchecked: set[int] = set()  # ids of parameters that were not finite before the first step
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
@@ -253,7 +267,8 @@ class Committer:
         return CommitWay(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
 
     def copy(self, way: CommitWay) -> CommitUndo:
-        return CommitUndo(self.optimizer, self._with_grad(), by_host=way.by_host)
+        self._undo = CommitUndo(self.optimizer, self._with_grad(), by_host=way.by_host, last=self._undo)
+        return self._undo
 
     def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
@@ -388,7 +403,7 @@ class Committer:
 
 
 class FusedAdam:
-    """Call the kernel of torch's fused Adam and AdamW as their step() does, without what surrounds it there: finding
+    """Call the kernel of torch's fused Adam and AdamW as their step() does, without the code around it: finding
     states by parameter, grouping tensors and the profiler take longer than the kernel of a small model.
 
     It knows the parameters that have a gradient and their states; a change in either makes a new one."""
@@ -471,9 +486,9 @@ def commit_all(
     `bad` as a number, if the caller has it. `agree` returns whether a flag is set on any of the ranks that hold shards.
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
-    would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
+    would cost more than resuming from a checkpoint, so the error gets a note. Optimizers that stepped before it
     are restored: they are copied if a later one may raise or write non-finite weights. Copies are restored last to
-    first: of a parameter that two optimizers step, the first copy is as it was before both."""
+    first: if two optimizers step a parameter, the first copy has its value from before both."""
     ways = [committer.choose() for committer in committers]
     copies: list[CommitUndo] = []
     for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
@@ -494,9 +509,9 @@ def commit_all(
             # Our errors are raised before anything is written, or say so.
             if not (way.is_undone or isinstance(error, HalfstepError)):
                 error.add_note(
-                    f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
-                    "not counted, and weights may be between two steps. Load model and step from your last checkpoint "
-                    "to go on"
+                    f"halfstep: {committer.name} may have updated some of its parameters when it raised; the step is "
+                    "not counted, and weights may be between two steps. To continue, load model and step from your "
+                    "last checkpoint"
                 )
             raise
         finally:
@@ -509,7 +524,7 @@ def commit_all(
 def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
     if bool(spoiled):
         raise ModelError(
-            f"{committer.name}.step() left weights that are not finite, from finite gradients",
+            f"{committer.name}.step() produced non-finite weights from finite gradients",
             why="its arithmetic failed, such as 0 / 0 with eps=0; the update of this optimizer cannot be undone",
             fix="load your last checkpoint, and give the optimizer an eps above 0 or a lower learning rate",
         )

@@ -174,8 +174,8 @@ class Ema:
         own = self.state_dict()
         if not state:
             raise CheckpointError(
-                "the checkpoint holds no averaged weights, this step has an average",
-                fix="make the step without ema_decay, or start the average from what it has now: "
+                "the checkpoint contains no averaged weights, this step has an average",
+                fix="create the step without ema_decay, or start the average from its values now: "
                 "state | {'ema': step.ema.state_dict()}",
             )
         for name in sorted((own.keys() | state.keys()) - self._buffers):

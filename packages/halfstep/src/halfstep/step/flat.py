@@ -230,6 +230,23 @@ class _SavedGroup:
         return self._pieces
 
 
+class Memory:
+    """Addresses and sizes of tensors, to see whether one got other memory or was resized in place.
+
+    Compared as lists: a loop would dominate a small model's step.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        self.tensors = [t for t in tensors if t is not None]
+        self.then = self._read()
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, self.tensors)), list(map(Tensor.numel, self.tensors))
+
+    def has_changed(self) -> bool:
+        return self._read() != self.then
+
+
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
     """Return whether a number that was finite no longer is. A mask that holds -inf on purpose does not count."""
     lost = _subtract_itself(now).nan_to_num_(nan=1.0)  # 1 where a number is not finite, else 0

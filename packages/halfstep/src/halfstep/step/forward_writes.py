@@ -29,6 +29,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.flat import (
+    Memory,
     Snapshot,
     are_same_objects,
     became_non_finite,
@@ -210,7 +211,7 @@ class ForwardWrites:
             return ""
         return (
             f"halfstep: forward wrote {unsaved} for the first time, of which there is no copy: it stays as written, "
-            "everything else is as before the step. Name it when you make the step, also=[model.part.weight], and "
+            "everything else is as before the step. Name it when you create the step, also=[model.part.weight], and "
             "load your last checkpoint"
         )
 
@@ -241,7 +242,7 @@ class ForwardWrites:
                 f"a bad step wrote {self._name_unsaved()} in its forward pass, for the first time in this run",
                 why="parameters are saved only after a first write was seen, so these cannot be restored; everything "
                 "else is as it was before the step",
-                fix="load your last checkpoint, and name them when you make the step: "
+                fix="load your last checkpoint, and name them when you create the step: "
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
             )
 
@@ -358,8 +359,8 @@ class ForwardWrites:
             if has_gradient and any(before is p for p in self.trained):
                 name = self.slots.find_full_name(slot)
                 raise ModelError(
-                    f"the forward pass replaces the parameter {name}, which an optimizer trains, by a new one",
-                    why="the optimizer holds the old one and would keep training it, without effect",
+                    f"the forward pass replaces the parameter {name}, which an optimizer trains, with a new one",
+                    why="the optimizer would keep training the old one, without effect",
                     fix=f"write into it: with torch.no_grad(): self.{slot.key}.copy_(...)",
                 )
 
@@ -402,25 +403,8 @@ class SparseTensors:
             slot.owner[slot.key] = tensor
 
 
-class Memory:
-    """Addresses and sizes of tensors, to see whether one got other memory or was resized in place.
-
-    Compared as lists: a loop would dominate a small model's step.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        self.tensors = [t for t in tensors if t is not None]
-        self.then = self._read()
-
-    def _read(self) -> tuple[list[int], list[int]]:
-        return list(map(Tensor.data_ptr, self.tensors)), list(map(Tensor.numel, self.tensors))
-
-    def has_changed(self) -> bool:
-        return self._read() != self.then
-
-
 class Marks(Memory):
-    """Versions and addresses of what slots hold, to see which tensors were written."""
+    """Versions and addresses of the tensors in slots, to see which were written."""
 
     def __init__(self, held: Sequence[Tensor | None]) -> None:
         super().__init__(held)
@@ -462,7 +446,7 @@ def refuse_uninitialised(slots: TensorSlots) -> None:
             raise ModelError(
                 f"{slots.find_full_name(slot)} has no shape yet: its module is lazy",
                 why="a bad step could not be undone for a parameter that did not exist before it",
-                fix="run the model once on a batch before you make the optimizer and the step",
+                fix="run the model once on a batch before you create the optimizer and the step",
             )
 
 

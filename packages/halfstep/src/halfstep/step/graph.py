@@ -20,6 +20,7 @@ from torch import Tensor
 
 from halfstep.step.batches import Weight, read_sample_ids
 from halfstep.step.facts import Facts, read_rng_state, restore_rng
+from halfstep.step.flat import are_same_objects
 from halfstep.step.optim.single_pass import SinglePass
 from halfstep.step.step import GuardedStep, LossFn
 
@@ -77,11 +78,10 @@ class GraphedStep:
 
     @property
     def is_valid(self) -> bool:
-        same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
-        return self.generation == self.step.generation and same
+        return self.generation == self.step.generation and are_same_objects(self.tables, list_tables(self.step))
 
     def __call__(
-        self, window: list[Batch], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+        self, window: list[Batch], ids: tuple[Tensor, ...] | None = None, fill: Callable[[], None] = lambda: None
     ) -> Facts:
         """Make one step by a replay, without a wait. Sample ids are those of the window, unless given. `fill` is called
         when forward and backward have run, before hooks that read what they computed."""
@@ -92,7 +92,7 @@ class GraphedStep:
         self._replay(window)
         fill()
         facts = self.facts.copy_for_replay(step.attempted)
-        facts.ids, facts.rng = ids or read_sample_ids(window), rng
+        facts.ids, facts.rng = read_sample_ids(window) if ids is None else ids, rng
         step.attempted += 1
         step.outbox.send(facts)
         if step.watch is not None:
@@ -100,12 +100,17 @@ class GraphedStep:
         return facts
 
     def _replay(self, window: list[Batch]) -> None:
+        static: list[Tensor] = []
+        given: list[Tensor] = []
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
                 if value.ndim == 0 and value.is_cpu:  # a Python number: an argument of a kernel, not a copy
                     own[name].fill_(value)
                 else:
-                    own[name].copy_(value, non_blocking=True)
+                    static.append(own[name])
+                    given.append(value)
+        if given:
+            torch._foreach_copy_(static, given, non_blocking=True)
         self.graph.replay()
 
     def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
@@ -158,7 +163,7 @@ class GraphedBackward(GraphedStep):
     commits = False
 
     def __call__(
-        self, window: list[Batch], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+        self, window: list[Batch], ids: tuple[Tensor, ...] | None = None, fill: Callable[[], None] = lambda: None
     ) -> Facts:
         def replay(*_: Any) -> tuple[Tensor, Weight]:
             found = self.replay_gradients(window)
@@ -166,7 +171,7 @@ class GraphedBackward(GraphedStep):
             return found
 
         facts = self.step.compute(run_nothing, window, replay)
-        facts.ids = ids or read_sample_ids(window)
+        facts.ids = read_sample_ids(window) if ids is None else ids
         self.step.commit(facts)
         return facts
 

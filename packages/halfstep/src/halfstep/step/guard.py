@@ -1,4 +1,4 @@
-"""The guard: the device drops bad steps by itself; the guard decides from their facts whether to go on.
+"""The guard. The device drops bad steps itself; the guard decides from their facts whether to continue.
 
 It reads the facts of exactly 2 steps ago, on every device and in every mode, so that runs are reproducible and the host
 waits for a step that is long finished, never for the one in flight.
@@ -232,7 +232,7 @@ class Guard:
             fix = "give the optimizer an eps above 0 (1e-8 is usual): 0 / 0 is NaN wherever a gradient stays 0"
             return Verdict(action=Action.STOP, reason=reason + tried, fix=fix)
         can_go_back = self.options.on_fault == "stop" and self.advice.rollback
-        going_back = f", or let halfstep go back by itself with {self.advice.rollback}" if can_go_back else ""
+        going_back = f", or let halfstep roll back automatically with {self.advice.rollback}" if can_go_back else ""
         return Verdict(
             action=Action.STOP,
             reason=reason + tried,

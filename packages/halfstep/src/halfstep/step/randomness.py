@@ -48,7 +48,7 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"the run had {format_count(num_then, 'GPU')}, this machine has {num_here}: "
-        "the random generators of the others start over"
+        "the random generators of the other devices start over"
     ]
 
 

@@ -22,12 +22,12 @@ def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise _make_error(
                 f"DataParallel spreads the model over {len(module.device_ids)} devices",
-                "statistics that its copies write are lost, and no verdict is about them",
+                "statistics that its copies write are lost, and are not checked",
             )
         if names := SHARDED & {kind.__name__ for kind in type(module).__mro__}:
             raise ConfigError(
                 f"the model is sharded by {names.pop()}",
-                why="its flat parameters hide which gradients a rank holds",
+                why="its flat parameters hide which gradients a rank has",
                 fix="shard it with FSDP2: from torch.distributed.fsdp import fully_shard; for block in model.blocks: "
                 "fully_shard(block); then fully_shard(model)",
             )
@@ -52,15 +52,15 @@ def refuse_sharded(model: nn.Module) -> None:
     """Refuse a sharded model in a step that does not know its other ranks."""
     if is_sharded(model):
         raise ConfigError(
-            f"{type(model).__name__} is sharded, and this step is made for a single rank",
-            why="a rank that judged its shards alone would drop other steps than the others",
+            f"{type(model).__name__} is sharded, and this step is for a single rank",
+            why="a rank that judges only its own shards would drop different steps than the others",
             fix="hs.Step(model, optimizer) finds the ranks of a sharded model",
         )
 
 
 def check_parameters(parameters: list[Tensor]) -> list[Tensor]:
     if not parameters:
-        raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
+        raise ConfigError("the optimizer has no parameters", fix="pass it model.parameters()")
     if torch.float16 not in map(get_dtype, parameters):
         return parameters
     half = [p for p in parameters if p.dtype == torch.float16 and p.requires_grad]

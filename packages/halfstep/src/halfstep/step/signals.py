@@ -31,6 +31,7 @@ class DelayedSignals:
         self._pending: list[int] = []
         self._depth = 0
         self._is_allowed = False
+        self._ours = self._receive  # once: each look at it makes a new method
 
     def delay(self) -> Delay:
         """Run the handlers of signals that arrive inside when the block ends; of nested blocks, the outermost."""
@@ -59,13 +60,13 @@ class DelayedSignals:
     def _install(self) -> None:
         for number in SIGNALS:
             handler = _signal.getsignal(number)
-            if callable(handler) and handler != self._receive:
+            if handler is not self._ours and callable(handler):
                 self._handlers[number] = handler
-                _signal.signal(number, self._receive)
+                _signal.signal(number, self._ours)
 
     def _uninstall(self) -> None:
         for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._receive:  # and not what the user's code has set since
+            if _signal.getsignal(number) is self._ours:  # and not what the user's code has set since
                 _signal.signal(number, handler)
 
     def _run_pending(self) -> None:

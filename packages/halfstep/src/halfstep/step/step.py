@@ -4,14 +4,14 @@
     step.commit(facts)                      the device decides: a bad step is dropped by a flag, not by an `if`
 
 A step is bad when its loss, its gradient norm or something forward wrote is not finite (or, on request, when its loss
-is a spike). On a bad step weights, buffers, optimizer state, average, schedule and committed counter keep their bits.
-What forward writes, such as BatchNorm statistics, is copied when the window starts and put back (forward_writes.py). It
-belongs to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would
-show it.
+is a spike). A bad step leaves weights, buffers, optimizer state, average, schedule and committed counter bit-identical.
+Values that forward writes, such as BatchNorm statistics, are copied when the window starts and restored after a bad
+step (forward_writes.py). The verdict checks them, too: a variance can overflow while loss and gradients stay finite,
+and only evaluation would show it.
 
 Order: backward on the scaled loss, norm, verdict, then one factor on every gradient (one over scale and window
-weight, times what clipping leaves), commit. On CUDA fused optimizers apply the factor as they read the gradients. With
-`on_gradients` gradients are unscaled first, the hook edits them, and norm and verdict are of what it leaves.
+weight, times clipping's factor), commit. On CUDA fused optimizers apply the factor as they read the gradients. With
+`on_gradients`, gradients are unscaled first and edited by the hook; norm and verdict are computed from the result.
 The host waits only for the first commit of each optimizer (see commit.py).
 """
 
@@ -64,7 +64,7 @@ OnCommit = Callable[[nn.Module], object]
 
 
 class StepWatch(Protocol):
-    """What observes every N-th step: it is called before each step and after its commit, and only reads."""
+    """An observer of every N-th step. It is called before each step and after its commit, and only reads."""
 
     def is_due(self) -> bool:
         """True if the next step will be observed."""
@@ -73,7 +73,7 @@ class StepWatch(Protocol):
     def begin(self) -> None: ...
 
     def end(self, facts: Facts, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """`gradients` are those of a captured step, whose parameters do not hold them."""
+        """Observe the step. `gradients` are those of a captured step, whose parameters do not have them."""
         ...
 
 
@@ -251,8 +251,8 @@ class GuardedStep:
         names = [name for name, p in self.model.named_parameters() if id(p) in bad]
         if names:
             warn_user(
-                f"not finite before the first step: {', '.join(names[:3])}{', …' * (len(names) > 3)}. No step "
-                "changes that, and one that uses these numbers is dropped: initialise them, or load finite weights"
+                f"not finite before the first step: {', '.join(names[:3])}{', …' * (len(names) > 3)}. Steps do "
+                "not fix this, and steps that use these values are dropped: initialise them, or load finite weights"
             )
 
     @property

@@ -74,9 +74,9 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
         step.ema.refuse_unfit(state["ema"])
     elif state["ema"]:
         raise CheckpointError(
-            "the checkpoint holds averaged weights, this step has no average",
+            "the checkpoint contains averaged weights, this step has no average",
             why="they would be lost silently",
-            fix="make the step with ema_decay, or drop them with state | {'ema': {}}",
+            fix="create the step with ema_decay, or drop them with state | {'ema': {}}",
         )
     _refuse_different_optimizers(step.optimizers, state["optimizers"])
     for own, stored in zip(list_parameter_names(step), state.get("parameters", ()), strict=False):
@@ -92,18 +92,18 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
 
 def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
     if len(optimizers) != len(states):
-        raise _make_misfit(f"holds {len(states)} optimizers, this step has {len(optimizers)}")
+        raise _make_misfit(f"contains {len(states)} optimizers, this step has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
         name = type(optimizer).__name__
         own, stored = optimizer.param_groups, state["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (stored, own)]
         if sizes[0] != sizes[1]:
             raise _make_misfit(
-                f"holds groups of {_list_sizes(sizes[0])} parameters, {name} here has {_list_sizes(sizes[1])}"
+                f"contains groups of {_list_sizes(sizes[0])} parameters, {name} here has {_list_sizes(sizes[1])}"
             )
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
-                raise _make_misfit(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
+                raise _make_misfit(f"belongs to another optimizer than {name}: they differ in {', '.join(differing)}")
 
 
 def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -134,14 +134,14 @@ def _refuse_different_order(own: Sequence[str], stored: Sequence[str]) -> None:
     """Refuse state of parameters in another order: torch keeps it by position, so equal shapes would be mixed up."""
     for number, (here, there) in enumerate(zip(own, stored, strict=False)):
         if here != there:
-            raise _make_misfit(f"holds {there or 'a parameter without a name'} as parameter {number} of the optimizer, "
+            raise _make_misfit(f"has {there or 'a parameter without a name'} as parameter {number} of the optimizer, "
                                f"which has {here or 'one without a name'} there")  # fmt: skip
 
 
 def _make_misfit(difference: str) -> CheckpointError:
     return CheckpointError(
         f"the stored state does not fit: it {difference}",
-        fix="load it into a step made with the same model and the same optimizers, in the same order",
+        fix="load it into a step created with the same model and the same optimizers, in the same order",
     )
 
 

@@ -313,7 +313,7 @@ class Rates(Tabulated):
     def refuse_new_groups(self) -> None:
         if len(self.held) != len(self._list_groups()):
             raise ConfigError(
-                "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
+                "a parameter group was added after creating the step", why="it has no schedule", fix="create a new Step"
             )
 
     def find_groups_again(self) -> None:

@@ -1,6 +1,6 @@
-"""Act on the guard's verdicts: go on, roll back, or stop. For runs, hs.Step and the guards of other trainers.
+"""Act on the guard's verdicts: continue, roll back, or stop. For runs, hs.Step and the guards of other trainers.
 
-Dropped steps are warned of and stored in capsules before that, by the guard's observers: DroppedSteps and Recorder.
+Before that, the guard's observers DroppedSteps and Recorder warn of dropped steps and store them in capsules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUINED = 1e12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictHandler:
-    """Do what the guard decides. The functions are what differs from loop to loop."""
+    """Carry out the guard's decisions. The functions differ from loop to loop."""
 
     guard: Guard
     model: nn.Module

@@ -41,7 +41,7 @@ def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str
         _render_section("Curves", _render_charts(build_charts(runs))),
         render_each("Plan", _render_plan, lambda run: run.plan),
         render_each("Memory", lambda run: _render_memory(run, predicted[run.path]), lambda run: run.path in predicted),
-        render_each("Where the time went", _render_time, _has_time),
+        render_each("Where the time went", _render_time, lambda run: run.summary.get("elapsed_s")),
         render_each("Faults", _render_faults, lambda run: True),
         render_each("Ranges", _render_watch, lambda run: run.select_kind("watch")),
         render_each("What really ran", _render_ledger, lambda run: run.ledger),
@@ -93,7 +93,7 @@ def _render_cards(run: RunRecord) -> str:
         ("energy", _format_optional(summary.get("joules"), "{:,.0f} J")),
         ("skipped steps", _format_optional(summary.get("skipped"), "{:.0f}")),
         ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
-        ("steps run", str(summary.get("steps_run", _get_mode(run.plan)))),
+        ("steps run", str(summary.get("steps_run", run.plan.get("mode", "")))),
         ("device", str(run.plan.get("device_name", ""))),
     ]
     cards = "".join(
@@ -126,22 +126,13 @@ def _render_chart(chart: Chart) -> str:
 def _render_plan(run: RunRecord) -> str:
     plan, titles = run.plan, ("module", "stored", "computes in", "why")
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
-    reason = plan.get("mode_reason", "")
-    lines += [f"steps run {mode}: {reason}"] if (mode := _get_mode(plan)) else []
+    lines += [f"steps run {plan['mode']}: {plan.get('mode_reason', '')}"] if plan.get("mode") else []
     reasons = "".join(f"<p>{escape(line)}</p>" for line in lines)
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
     rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
     special = [cells for cells, row in zip(rows, plan.get("rows", ()), strict=True) if row.get("kind") != "default"]
     whole = f"<details><summary>every module ({len(rows)})</summary>{_render_table(titles, rows)}</details>"
     return reasons + warned + (_render_table(titles, special) if special else "") + whole
-
-
-def _get_mode(plan: Mapping[str, Any]) -> str:
-    return str(plan.get("mode", ""))
-
-
-def _has_time(run: RunRecord) -> bool:
-    return bool(run.summary.get("elapsed_s")) and "trained_s" in run.summary
 
 
 def _render_time(run: RunRecord) -> str:
@@ -222,7 +213,7 @@ def _render_watch(run: RunRecord) -> str:
         lines.append(f"<tr><th scope=row><bdi>{escape(name or '(model)')}</bdi></th>{shown}</tr>")
     first, last = records[0]["step"], records[-1]["step"]
     head = f"<tr><th></th><td colspan={len(groups)} class=faint>step {first:,} to {last:,}</td></tr>"
-    keys = "".join(f"<span>{_render_key(bits)}{bits} bits</span>" for bits in (0, 4, 8, 12))
+    keys = "".join(f"<span><i style='--heat:{_find_heat(k):.0f}%'></i>{k} bits</span>" for k in (0, 4, 8, 12))
     found = [[str(r["step"]), w["message"]] for r in records for w in r["warnings"]]
     table = _render_table(["step", "warning"], found) if found else "<p>No warnings.</p>"
     more = f"<p class=faint>and {len(cells) - len(kept)} modules with more</p>" if len(cells) > len(kept) else ""
@@ -238,10 +229,6 @@ def _render_cell(bits: float | None, where: str) -> str:
         return "<td></td>"
     text = f"{bits:.0f}" if bits < 3 else ""
     return f"<td style='--heat:{_find_heat(bits):.0f}%' title=\"{escape(where)}: {bits:.1f} bits\">{text}</td>"
-
-
-def _render_key(bits: float) -> str:
-    return f"<i style='--heat:{_find_heat(bits):.0f}%'></i>"
 
 
 def _find_heat(bits: float) -> float:
@@ -381,11 +368,6 @@ class Chart:
         return f"{self.title} over {self.x}{', logarithmic scale' if self.log else ''}"
 
     @property
-    def is_positive(self) -> bool:
-        """True if a logarithmic axis can show all values; an adversarial loss may be negative."""
-        return all(y > 0 for line in self.series for _, y in line.points)
-
-    @property
     def description(self) -> str:
         """Return a description for screen readers and text browsers."""
         ranges = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
@@ -421,7 +403,8 @@ def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     return [
         replace(
             chart,
-            log=chart.log and chart.is_positive,
+            # A logarithmic axis cannot show an adversarial loss, which may be negative.
+            log=chart.log and all(y > 0 for line in chart.series for _, y in line.points),
             high=highs[chart.x],
             faults=_thin(faults) if chart.x == "step" else [],
         )

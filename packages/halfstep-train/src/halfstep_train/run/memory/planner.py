@@ -240,15 +240,12 @@ class MemoryPlanner:
             self._traces[key] = self.step.trace_phases(precision, recompute, batch_size, chains=chains)
         return self._traces[key]
 
-    def _get_fixed(self, cell: Cell) -> Fixed:
+    def _divide_fixed(self, cell: Cell) -> Fixed:
+        """Return the fixed bytes of one rank: FSDP2 divides everything that belongs to a parameter."""
         key = (self._find_family(cell.precision), cell.setting.optimizer_bits)
         if key not in self._fixed:
             self._fixed[key] = self.step.measure_fixed(key[0], cell.setting)
-        return self._fixed[key]
-
-    def _divide_fixed(self, cell: Cell) -> Fixed:
-        """Return the fixed bytes of one rank: FSDP2 divides everything that belongs to a parameter."""
-        fixed = self._get_fixed(cell)
+        fixed = self._fixed[key]
         if cell.layout != "shard":
             return fixed
         trained = _compute_share(self.step.units, cell.ranks, trained=True)
@@ -473,15 +470,10 @@ USUAL_SPEED = {"fp32": 1.0, "tf32": 4.0, "bf16": 8.0, "fp16": 8.0, "fp8": 12.0}
 
 def estimate_time(cell: Cell, hardware: Hardware | None) -> float:
     """Return the time per sample in arbitrary units, for an order."""
-    sharded = SHARD_TIME if cell.layout == "shard" else 1.0
-    return sharded * estimate_level_time(cell.setting) / estimate_speed(cell.precision, hardware)
-
-
-def estimate_speed(precision: str, hardware: Hardware | None) -> float:
-    """Return the device's measured or published speed relative to strict fp32."""
-    name = precision.removesuffix("-true")
-    known = hardware.find_speedup(name) if hardware is not None else None
-    return known or USUAL_SPEED[name]
+    name = cell.precision.removesuffix("-true")
+    # Measured or published, relative to strict fp32.
+    speed = (hardware.find_speedup(name) if hardware is not None else None) or USUAL_SPEED[name]
+    return (SHARD_TIME if cell.layout == "shard" else 1.0) * estimate_level_time(cell.setting) / speed
 
 
 def refuse_nothing_fits(

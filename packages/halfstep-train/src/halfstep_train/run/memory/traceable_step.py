@@ -436,22 +436,14 @@ class Pretence:
             force(chains, "chain"),
             use_cuda_op_lists("cpu"),
         ):
-            self._put()
+            made = {id(own): _make_empty(own) for own in {id(own): own for *_, own in self._slots}.values()}
+            for slots, name, own in self._slots:
+                slots[name] = made[id(own)]
             try:
                 yield kernels
             finally:
-                self._put_back()
-
-    def _put(self) -> None:
-        made: dict[int, Tensor] = {}
-        for slots, name, own in self._slots:
-            if id(own) not in made:
-                made[id(own)] = _make_empty(own)
-            slots[name] = made[id(own)]
-
-    def _put_back(self) -> None:
-        for slots, name, own in self._slots:
-            slots[name] = own
+                for slots, name, own in self._slots:
+                    slots[name] = own
 
 
 def _find_slots(module: nn.Module) -> Iterator[_Slot]:

@@ -92,7 +92,7 @@ def refuse_unknown_code(paths: Iterable[str], signed: Mapping[str, str], named_b
         if not is_known:
             files = ", ".join(map(str, _find_source_files(path))) or "no file that can be found"
             raise UnknownCode(
-                f"{named_by} names the code {path}, which is not what you trained this run with",
+                f"{named_by} names the code {path}, which differs from the code that trained this run",
                 why=f"it may be someone else's, or have changed since; it would run {files}",
                 fix="read that code; if you trust it, add --trust",
             )

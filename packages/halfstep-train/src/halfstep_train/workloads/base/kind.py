@@ -66,6 +66,10 @@ class SampleUnit:
     """(config) -> size of a sample as text: `512 pixels`, `1024 tokens`."""
 
 
+def describe_pixels(config: RunConfig) -> str:
+    return f"{config.data.image_size} pixels"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticData:
     """Random data, so that the benchmark and the memory planner need no data folder."""

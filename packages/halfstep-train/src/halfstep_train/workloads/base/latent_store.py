@@ -173,7 +173,7 @@ def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
         return ""
     if not is_new:
         raise DataError(
-            f"{cache.path} holds different latents from those the run was trained on",
+            f"{cache.path} contains different latents from those the run was trained on",
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
             fix="restore the file, or delete it: it is rebuilt, and the run continues, but not bit-exactly",
         )

@@ -27,13 +27,11 @@ def use_all_pictures(config: Config, folder: Path) -> Config:
     values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
     values |= {"dir": str(folder), "folders": ()}
     has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
-    train, val = (_find_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
+    train, val = (
+        next((name for name in names if (folder / name).is_dir()), "") for names in (TRAIN_NAMES, VALIDATION_NAMES)
+    )
     if not has_own_split and not (train and val):
         # Use the folder for both splits: nothing is trained, but a workload cannot be built without training samples.
         whole = train or val or "."
         values["folders"] = (whole, whole)
     return config.replace(data=values)
-
-
-def _find_first(folder: Path, names: tuple[str, ...]) -> str:
-    return next((name for name in names if (folder / name).is_dir()), "")

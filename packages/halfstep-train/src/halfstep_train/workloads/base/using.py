@@ -43,6 +43,20 @@ LookAt: TypeAlias = Callable[[int], tuple[Batch, Any]]
 """(index) -> a validation sample as the model gets it, in a batch of one, and the model's outputs."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateRequest:
+    """A `halfstep evaluate` call with a trained model."""
+
+    config: Any
+    trained: TrainedModel
+    options: Mapping[str, Any]
+    """Values of `EvaluateCommand.options` by name, defaults included."""
+    phase: ShowProgress
+    """`with phase("Drawing", total) as bar` shows a progress bar."""
+    batch_size: int | None
+    """None if the user gave none."""
+
+
 class PlainEvaluation:
     """`halfstep evaluate` of one workload: reports the metrics of validation; a family overrides the rest."""
 
@@ -73,18 +87,8 @@ class PlainEvaluation:
         """Return the workload with all samples of that folder as validation samples."""
         return workload
 
-    def score_with_options(
-        self,
-        config: Any,
-        trained: TrainedModel,
-        options: Mapping[str, Any],
-        phase: ShowProgress,
-        batch_size: int | None,
-    ) -> dict[str, float] | None:
-        """Return the scores that `EvaluateCommand.options` request, or None to run validation instead.
-
-        `with phase("Drawing", total) as bar` shows a progress bar; `batch_size` is None if the user gave none.
-        """
+    def score_with_options(self, request: EvaluateRequest) -> dict[str, float] | None:
+        """Return the scores that `EvaluateCommand.options` request, or None to run validation instead."""
         return None
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:

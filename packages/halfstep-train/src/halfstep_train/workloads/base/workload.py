@@ -171,12 +171,7 @@ class Phase:
     """False for a loss that computes gradients itself, such as a gradient penalty: it cannot be compiled."""
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ConfigError(
-                f"{self.name!r} is not a valid name for a phase",
-                why="reports and checkpoints use the name",
-                fix="use letters, digits and _",
-            )
+        refuse_bad_name(self.name, "a phase")
         if self.every < 1 or self.from_step < 0:
             raise ConfigError(
                 f"phase {self.name} cannot run every {self.every} iterations from {self.from_step} on",
@@ -222,18 +217,23 @@ class Group:
     weight_decay: float | None = None
 
 
+def refuse_bad_name(name: str, whose: str) -> None:
+    """Refuse a name that cannot be part of a setting."""
+    if not name.isidentifier():
+        raise ConfigError(
+            f"{name!r} is not a valid name for {whose}",
+            why="settings and files of the run folder use the name",
+            fix="use letters, digits and _",
+        )
+
+
 def wrap_frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
     """Wrap bare modules as FrozenPart."""
     return {name: _wrap_frozen_part(name, part) for name, part in given.items()}
 
 
 def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
-    if not name.isidentifier():
-        raise ConfigError(
-            f"{name!r} is not a valid name for a frozen part",
-            why="precision.modules and files of the run folder use the name",
-            fix="use letters, digits and _",
-        )
+    refuse_bad_name(name, "a frozen part")
     if not isinstance(part, nn.Module | FrozenPart):
         raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
     return part if isinstance(part, FrozenPart) else FrozenPart(module=part)
@@ -251,7 +251,7 @@ def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> No
             )
         if any(id(parameter) in trained for parameter in part.module.parameters()):
             raise ConfigError(
-                f"{type(model).__name__} holds weights of the frozen part {name!r}",
+                f"{type(model).__name__} contains weights of the frozen part {name!r}",
                 why="they would be trained, averaged and stored with the model",
                 fix="do not make the frozen part a submodule of the model; let the workload's forward refer to it",
             )

@@ -11,6 +11,7 @@ from halfstep_train.workloads.base.kind import (
     Option,
     PredictCommand,
     SampleUnit,
+    describe_pixels,
 )
 from halfstep_train.workloads.classification.config import CLASSIFIER_SCHEMAS
 
@@ -22,7 +23,7 @@ KIND = Kind.from_package(
     task="classification",
     export_command=ExportCommand("image", ".build:describe_export"),
     usual="resnet50",
-    sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
+    sample=SampleUnit(name="image", size=describe_pixels),
     synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),
     evaluate=EvaluateCommand(".evaluate:ClassificationEvaluation"),
     predict=PredictCommand(".predict:ClassPredictor", (Option("top_k", int, 5, "How many classes per file", least=1),)),

@@ -17,7 +17,8 @@ from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
-from halfstep_train.models.vit import ViT, build_vit, compute_grid, resize_positions
+from halfstep_train.models.layers import divide_side
+from halfstep_train.models.vit import PATCHES_TILE, ViT, build_vit, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
 from halfstep_train.workloads.base.guiding import choose_side
@@ -197,7 +198,7 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
         **config.model.model_dump(include={"depth", "heads", "dim", "patch"}),
     )
     eval_size = get_evaluation_size(config.data)
-    compute_grid(eval_size, eval_size, model.patch)  # raise now, not at the first validation
+    divide_side(eval_size, model.patch, PATCHES_TILE)  # raise now, not at the first validation
     return model
 
 

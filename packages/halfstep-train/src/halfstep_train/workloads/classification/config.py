@@ -11,27 +11,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from halfstep_train.config.schema import DataConfig, ModelConfig, RunConfig
+from halfstep_train.config.schema import LabelledFolderConfig, ModelConfig, RunConfig, TransformerSize
 from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, PositiveCount, Section
 
 Preset = dict[str, Any]
 
 PURPOSES: dict[str, Preset] = {
     # Half of the default batch size, accumulated to the default of 64.
-    "lowmem": {
-        "precision.default": "bf16",
-        "train.batch_size": 32,
-        "train.accumulate": 2,
-        "train.activation_checkpointing": True,
-    },
-    "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+    "lowmem": {**RunConfig.presets["lowmem"], "train.batch_size": 32, "train.accumulate": 2},
+    "stable": RunConfig.presets["stable"],
     "debug": {
-        "precision.default": "fp32",
+        **RunConfig.presets["debug"],
         "train.batch_size": 8,
-        "train.epochs": 1,
         "train.max_steps": 20,
-        "train.fast": "off",
-        "data.num_workers": 0,
         "schedule.warmup_epochs": 0.0,
     },
 }
@@ -214,17 +206,9 @@ class ImageAugmentConfig(Section):
         return self.mixup > 0 or self.cutmix > 0
 
 
-class ImageDataConfig(DataConfig):
+class ImageDataConfig(LabelledFolderConfig):
     """A folder of class folders."""
 
-    folders: tuple[str, ...] = Field(
-        default=(),
-        max_length=2,
-        description="Training and validation folder below data.dir; empty: those with common names",
-    )
-    label_column: str = Field(
-        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
-    )
     eval_size: OffCount = Field(
         default=0,
         description="Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)",
@@ -282,12 +266,9 @@ class ResNetModelConfig(ClassifierModelConfig):
     )
 
 
-class ViTModelConfig(ClassifierModelConfig):
+class ViTModelConfig(TransformerSize, ClassifierModelConfig):
     """Vision transformer of any size; official weights need the defaults."""
 
-    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
-    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
-    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
     patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, from the workload's name")
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder, read_cifar, read_idx
 from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
 from halfstep_train.data.image_samples import (
     EvaluationFiles,
     EvaluationImages,
-    StoredImages,
     TrainingFiles,
     TrainingImages,
 )
@@ -71,22 +71,15 @@ def open_image_data(
             share = get_evaluation_share(config, store, usual=WHOLE)
             return ImageData(
                 classes=classes,
-                train=_make_training_images(train_images, config),
-                val=_make_evaluation_images(val_images, config, share),
+                train=TrainingImages(train_images, crop_area=config.augment.crop_area),
+                val=EvaluationImages(val_images, size=get_evaluation_size(config), share=share),
                 eval_share=share,
                 val_names=(),
                 about=(("layout", f"{name} in {path}; validation: its test split"),),
             )
-    train, val, *_ = (*config.folders, "", "")
-    layout = FolderLayout(
-        train=train,
-        val=val,
-        val_fraction=config.val_fraction,
-        label_column=config.label_column,
-    )
     # `other_data` names the same folder for both splits to evaluate everything; classes must then be the run's.
     known = store["classes"] if store is not None and len(config.folders) == 2 and len(set(config.folders)) == 1 else ()
-    folder = find_images(root, layout, known=known)
+    folder = find_images(root, fill_from_settings(FolderLayout, config), known=known)
     share = get_evaluation_share(config, store)
     return _open_packed(folder, config, share, quiet=quiet) if config.is_packed else _open_files(folder, config, share)
 
@@ -105,18 +98,14 @@ def get_evaluation_share(
 
 def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
     """Open the packed cache of an image folder; write it first if necessary."""
-    settings = PackSettings(
-        size=config.cache_size,
-        on_bad_file=config.on_bad_file,
-        workers=config.num_workers,
-    )
+    settings = fill_from_settings(PackSettings, config, size=config.cache_size, workers=config.num_workers)
     path = Path(config.cache_file) if config.cache_file else choose_pack_path(folder.root, config.cache_size)
     with nullcontext() if quiet else PackingBar(path) as progress:
         pack = open_or_pack(folder, path, settings, progress=progress)
     return ImageData(
         classes=pack.classes,
-        train=_make_training_images(pack.train, config),
-        val=_make_evaluation_images(pack.val, config, share),
+        train=TrainingImages(pack.train, crop_area=config.augment.crop_area),
+        val=EvaluationImages(pack.val, size=get_evaluation_size(config), share=share),
         eval_share=share,
         val_names=pack.val.names,
         titles=pack.titles,
@@ -155,11 +144,3 @@ def _note_unvalidated(folder: ImageFolder) -> list[str]:
         if missing and seen
         else []
     )
-
-
-def _make_training_images(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
-    return TrainingImages(images, crop_area=config.augment.crop_area)
-
-
-def _make_evaluation_images(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
-    return EvaluationImages(images, size=get_evaluation_size(config), share=share)

@@ -114,7 +114,9 @@ def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     _label_axes(axes, names)
     if len(names) <= NUMBERED_UP_TO:
-        _write_numbers(axes, matrix, shares)
+        for row, column in zip(*np.nonzero(matrix), strict=True):
+            colour = "white" if shares[row, column] > 0.55 else INK
+            axes.text(column, row, f"{int(matrix[row, column]):,}", ha="center", va="center", fontsize=8, color=colour)
     hits = matrix.trace() / max(matrix.sum(), 1)
     axes.set_title(
         f"{hits:.1%} of {int(matrix.sum()):,} correct", loc="left", fontsize=11, fontweight="bold", color=INK
@@ -139,12 +141,6 @@ def _label_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylabel("true", fontsize=10, color=INK)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def _write_numbers(axes: Axes, matrix: Any, shares: Any) -> None:
-    for row, column in zip(*np.nonzero(matrix), strict=True):
-        colour = "white" if shares[row, column] > 0.55 else INK
-        axes.text(column, row, f"{int(matrix[row, column]):,}", ha="center", va="center", fontsize=8, color=colour)
 
 
 ACROSS = 6

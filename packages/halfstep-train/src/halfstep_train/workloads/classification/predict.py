@@ -41,7 +41,10 @@ class ClassPredictor:
             chunk = inputs[start : start + size]
             read = run_in_threads(self._read, chunk)
             pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
-            found = iter(self._compute_probabilities(pictures, trained) if pictures else ())
+            found = iter(())
+            if pictures:
+                batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
+                found = iter(compute_probabilities(trained(batch["image"])).tolist())
             for item, outcome in zip(chunk, read, strict=True):
                 if isinstance(outcome, DataError):
                     yield describe_failure(item, outcome)
@@ -51,10 +54,6 @@ class ClassPredictor:
     def _read(self, item: Input) -> Tensor:
         with open_image_file(item.path) as picture:
             return torch.from_numpy(crop_centre(picture, get_evaluation_size(self.config.data), self.eval_share))
-
-    def _compute_probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
-        batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
-        return compute_probabilities(trained(batch["image"])).tolist()
 
     def _make_answer(self, item: Input, probabilities: list[float], top_k: int) -> Answer:
         best = sorted(range(len(probabilities)), key=lambda k: (-probabilities[k], k))[:top_k]

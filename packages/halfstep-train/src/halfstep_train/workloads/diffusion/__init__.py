@@ -10,10 +10,11 @@ from halfstep_train.workloads.base.kind import (
     Option,
     PredictCommand,
     SampleUnit,
+    describe_pixels,
 )
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
 
-PICTURE = SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels")
+PICTURE = SampleUnit(name="image", size=describe_pixels)
 
 DIFFUSION = Kind.from_package(
     __name__,

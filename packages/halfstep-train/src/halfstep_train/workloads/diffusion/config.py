@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from halfstep_train.config.schema import (
     BuiltModelConfig,
-    DataConfig,
+    FolderConfig,
+    LabelledFolderConfig,
     LatentCaching,
     RunConfig,
 )
@@ -27,24 +28,16 @@ from halfstep_train.config.section import (
 Conditioning = Literal["none", "class", "text"]
 
 
-class ImageFolderConfig(DataConfig):
+class ImageFolderConfig(FolderConfig):
     """A folder of images."""
 
     image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
-    folders: tuple[str, ...] = Field(
-        default=(),
-        max_length=2,
-        description="Training and validation folder below data.dir; empty: those with common names",
-    )
     flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip in training")
 
 
-class DiffusionDataConfig(ImageFolderConfig):
+class DiffusionDataConfig(ImageFolderConfig, LabelledFolderConfig):
     """A folder of images, with classes or captions if the model is conditioned on them."""
 
-    label_column: str = Field(
-        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
-    )
     class_file: FilePath = Field(
         default=None,
         description="Text file with one class per line, in the order of their indices; default: sorted folder names",

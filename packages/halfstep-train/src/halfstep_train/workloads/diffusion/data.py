@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError, format_count
+from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data import noise
 from halfstep_train.data.files import (
     IMAGE_ENDINGS,
@@ -62,9 +63,7 @@ def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = 
     """Find the images of the data folder and check every file."""
     bad_files = BadFiles(config.on_bad_file)
     root = require_folder(config.dir)
-    train, val, *_ = (*config.folders, "", "")
-    label_column = config.label_column if isinstance(config, DiffusionDataConfig) else ""
-    layout = FolderLayout(train=train, val=val, val_fraction=config.val_fraction, label_column=label_column)
+    layout = fill_from_settings(FolderLayout, config)
     texts: dict[Path, str] = {}
     notes: tuple[str, ...] = ()
     if conditioning == "none":
@@ -204,7 +203,7 @@ def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout
 def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
     if found < FEWEST:
         raise DataError(
-            f"{root} holds {format_count(found, 'image')} {which}".rstrip(),
+            f"{root} contains {format_count(found, 'image')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
             fix=fix or "add images (" + " ".join(IMAGE_ENDINGS) + "), or check --data-dir (data.dir)",
         )

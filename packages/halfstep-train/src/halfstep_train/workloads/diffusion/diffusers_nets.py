@@ -128,7 +128,7 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
     if name not in expected:
-        raise ModelError(f"{folder} holds another network: {name}", fix=f"give a folder of {' or '.join(expected)}")
+        raise ModelError(f"{folder} contains another network: {name}", fix=f"give a folder of {' or '.join(expected)}")
     channels = [config.get(end, IMAGE_CHANNELS) for end in ("in_channels", "out_channels")]
     if name == VAE and channels != [IMAGE_CHANNELS] * 2:
         raise ModelError(
@@ -190,18 +190,6 @@ def choose_weight_files(folder: Path) -> dict[str, Any]:
     # In `model.fp16.safetensors` the variant is fp16. No variant sorts first, and False before True.
     variant, is_pickled = min(kinds, default=("", False))
     return ({"variant": variant} if variant else {}) | ({"use_safetensors": False} if is_pickled else {})
-
-
-def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> None:
-    """Refuse images that cannot be halved once per level but the last."""
-    step = 2**num_halvings
-    if side % step or side < step:
-        near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
-        raise ConfigError(
-            f"images of {side} pixels cannot be halved {format_count(num_halvings, 'time')}",
-            why=f"{halved_by} once per level but the last, so their side must be a multiple of {step}",
-            fix=f"{setting}={' or '.join(map(str, near))}, or fewer model.channels",
-        )
 
 
 def count_halvings(net_config: Mapping[str, Any]) -> int:

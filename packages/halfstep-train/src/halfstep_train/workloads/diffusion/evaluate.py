@@ -23,11 +23,10 @@ from halfstep.disk import name_hidden, remove_leftovers
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
-from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.other_data import use_all_pictures
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
+from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.diffusion.build import DiffusionForward
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
@@ -67,25 +66,14 @@ class DiffusionEvaluation(PlainEvaluation):
         super().__init__(workload)
         self.sheet: Mapping[str, Array] = {}
 
-    def score_with_options(
-        self,
-        config: DiffusionConfig,
-        trained: TrainedModel,
-        options: Mapping[str, Any],
-        phase: ShowProgress,
-        batch_size: int | None,
-    ) -> dict[str, float] | None:
+    def score_with_options(self, request: EvaluateRequest) -> dict[str, float] | None:
         """Draw samples and compute their distances; return None, so that validation runs too."""
         assert isinstance(self.workload.forward, DiffusionForward)
-        sampler = ImageSampler(config, self.workload.forward.parts, self.workload.store)
-        seed = int(options["seed"])
-        if options["features"]:
-            features = open_features(Path(options["features"]), trained.device)
-            num = int(options["num"] or len(self.workload.val_samples))
-            with phase("Sampling", num) as bar:
-                self.metrics.more = self._compute_distances(sampler, config, trained, features, num, seed, bar)
-        with trained.inference():
-            self.sheet = sampler.draw_sheet(trained.model, Key.for_sampling(seed))
+        sampler = ImageSampler(request.config, self.workload.forward.parts, self.workload.store)
+        if request.options["features"]:
+            self.metrics.more = self._compute_distances(sampler, request)
+        with request.trained.inference():
+            self.sheet = sampler.draw_sheet(request.trained.model, Key.for_sampling(request.options["seed"]))
         return None
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
@@ -101,32 +89,24 @@ class DiffusionEvaluation(PlainEvaluation):
             Image.fromarray(picture).save(paths[-1])
         return paths
 
-    def _compute_distances(
-        self,
-        sampler: ImageSampler,
-        config: DiffusionConfig,
-        trained: TrainedModel,
-        features: nn.Module,
-        num: int,
-        seed: int,
-        bar: Bar,
-    ) -> dict[str, float]:
-        """Sample `num` images and return their distances to the held-out images."""
+    def _compute_distances(self, sampler: ImageSampler, request: EvaluateRequest) -> dict[str, float]:
+        """Sample images and return their distances to the held-out images."""
+        trained, options, size = request.trained, request.options, request.config.train.batch_size
+        features = open_features(Path(options["features"]), trained.device)
+        num = options["num"] or len(self.workload.val_samples)
         real = load_real_pictures(self.workload, sampler, trained.device)
         if min(num, len(real)) < FEWEST_FOR_FID:
             raise ConfigError(
                 f"FID cannot be computed from {min(num, len(real))} images",
                 fix=f"use at least {FEWEST_FOR_FID}: --num N",
             )
-        size = config.train.batch_size
         made = []
-        for start in range(0, num, size):
-            with trained.inference():
-                made.append(
-                    sampler.make_images(trained.model, Key.for_sampling(seed, start), min(size, num - start))[0]
-                )
-            for _ in range(len(made[-1])):
-                bar.advance()
+        with request.phase("Sampling", num) as bar, trained.inference():
+            for start in range(0, num, size):
+                key = Key.for_sampling(options["seed"], start)
+                made.append(sampler.make_images(trained.model, key, min(size, num - start))[0])
+                for _ in range(len(made[-1])):
+                    bar.advance()
         return measure_distances(real, torch.cat(made), features, trained.device, size)
 
 

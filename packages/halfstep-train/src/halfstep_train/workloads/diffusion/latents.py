@@ -81,7 +81,9 @@ def open_samples(
     config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, store: Store | None
 ) -> OpenedSamples:
     """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
-    tokens = _tokenize(data, parts.conditions)
+    tokens = None
+    if isinstance(parts.conditions, TextConditions):
+        tokens = [parts.conditions.tokenize(captions) for captions in data.captions]
     train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
     plain: list[Samples] = [train, val]
     if tokens is not None:
@@ -146,12 +148,6 @@ def _open_cached(
         about=(("latents", line),),
         store={"latents_sha256": cache.checksum, "vae_sha256": own, "vae_format": form},
     )
-
-
-def _tokenize(data: DiffusionData, conditions: Conditions) -> Tokens:
-    if not isinstance(conditions, TextConditions):
-        return None
-    return [conditions.tokenize(captions) for captions in data.captions]
 
 
 def describe_truncated_captions(data: DiffusionData, conditions: Conditions) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, sug
 from halfstep.islands import fp32_island
 from halfstep_train.data import noise
 from halfstep_train.data.files import list_some
+from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.workloads.base.workload import Batch, FrozenPart
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import (
@@ -24,7 +25,6 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     VAE,
     Net,
     build_net,
-    check_side,
     choose_weight_files,
     count_halvings,
     find_net_folder,
@@ -75,7 +75,7 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionPa
         return DiffusionParts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
     folder = find_net_folder(settings.vae, "vae", "model.vae")
     vae = freeze_(open_net(folder, [VAE]))
-    check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
+    divide_side(side, 2 ** count_halvings(vae.config), LEVELS_HALVE)
     return DiffusionParts(conditions=conditions, vae=vae, vae_source=str(folder), shape=get_latent_shape(vae, side))
 
 
@@ -88,23 +88,18 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
-        size = config.model
+        given = {"channels", "layers", "attention", "attention_head_dim", "dropout"}
         model = build_net(
             make_unet_config(
+                **config.model.model_dump(include=given),
                 sample_size=parts.shape[1],
                 sample_channels=parts.shape[0],
-                channels=size.channels,
-                layers=size.layers,
-                attention=size.attention,
-                attention_head_dim=size.attention_head_dim,
-                dropout=size.dropout,
                 num_classes=parts.conditions.num_classes,
                 text_dim=parts.conditions.text_dim,
             )
         )
     vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
-    halved_by = "VAE and U-Net halve them" if vae_halvings else "the U-Net halves them"
-    check_side(config.data.image_size, vae_halvings + count_halvings(model.config), halved_by, "data.image_size")
+    divide_side(config.data.image_size, 2 ** (vae_halvings + count_halvings(model.config)), LEVELS_HALVE)
     set_checkpointing(model, config.train.activation_checkpointing)
     return model
 

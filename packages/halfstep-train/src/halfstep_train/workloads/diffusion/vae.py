@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep_train.data.loader import Samples
+from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import VggDistance, build_discriminator
 from halfstep_train.models.weights import read_weights
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
@@ -22,7 +23,6 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     VAE,
     Net,
     build_net,
-    check_side,
     count_halvings,
     dump_config,
     find_net_folder,
@@ -81,15 +81,9 @@ def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Va
     elif settings.weights:
         vae = open_net(find_net_folder(settings.weights, "vae", "model.weights"), [VAE])
     else:
-        vae = build_net(
-            make_vae_config(
-                channels=settings.channels,
-                layers=settings.layers,
-                latent_channels=settings.latent_channels,
-                image_size=side,
-            )
-        )
-    check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
+        sizes = settings.model_dump(include={"channels", "layers", "latent_channels"})
+        vae = build_net(make_vae_config(**sizes, image_size=side))
+    divide_side(side, 2 ** count_halvings(vae.config), LEVELS_HALVE)
     set_checkpointing(vae, config.train.activation_checkpointing)
     if not settings.gan_weight:
         return VaeNet(vae, CODEC)

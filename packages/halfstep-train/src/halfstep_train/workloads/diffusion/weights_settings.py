@@ -99,7 +99,7 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
         noise = NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[found["beta_schedule"]], **values})
         target = OUR_TARGETS[found.get("prediction_type", "epsilon")]
     except (KeyError, ValueError, TypeError) as error:
-        what = f"{path} holds a diffusion process that is not supported: {' '.join(str(error).split())}"
+        what = f"{path} contains a diffusion process that is not supported: {' '.join(str(error).split())}"
         if unet == Path(weights).expanduser():  # the user named the U-Net, not the pipeline: ignore its schedule
             return {}, [f"{what}; noise.* and model.target are used"]
         raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
-from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.errors import DataError, ModelError
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import Key, make_generator
 from halfstep_train.models.initial_values import skip_initialisation
@@ -20,7 +20,6 @@ from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Sample, Workload
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import (
-    LanguageData,
     is_weights_tokenizer,
     load_stored_tokenizer,
     open_language_data,
@@ -42,7 +41,12 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
     data = open_language_data(config, store)
     is_new = store is None
     if store is None:
-        _check_vocab(config, data)
+        if config.model.vocab not in (0, data.vocab):
+            raise ModelError(
+                f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
+                why="the embedding has one row per token",
+                fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
+            )
         stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
         store = {"vocab": data.vocab, "tokenizer": stored}
     if is_new:
@@ -60,14 +64,7 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
 
 
 def make_workload(
-    config: LanguageConfig,
-    store: Mapping[str, Any],
-    model: GPT2,
-    *,
-    train: Samples,
-    val: Samples,
-    about: tuple[tuple[str, str], ...] = (),
-    notes: tuple[str, ...] = (),
+    config: LanguageConfig, store: Store, model: GPT2, *, train: Samples, val: Samples, **about: Any
 ) -> Workload:
     """Build the workload from its model and samples."""
     lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
@@ -84,9 +81,8 @@ def make_workload(
         scoring="every token of the validation split once, in windows of model.context",
         fragile=FRAGILE,
         store=store,
-        about=about,
-        notes=notes,
         sample=_make_sampler(store),
+        **about,
     )
 
 
@@ -127,12 +123,6 @@ def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
 
 def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
     """Build the model without data, as prediction needs it."""
-    if config.model.path is not None:
-        raise ConfigError(
-            f"model.path={config.model.path} with {config.workload}",
-            why="the chunked loss needs the output layer, which halfstep cannot find in a custom model",
-            fix="write a custom workload: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
-        )
     return GPT2(
         get_model_size(config, store),
         dropout=config.model.dropout,
@@ -158,15 +148,6 @@ def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None
     lengths = torch.zeros(vocab, dtype=torch.int64)
     lengths[: len(known)] = torch.from_numpy(known)
     return lengths
-
-
-def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
-    if config.model.vocab and config.model.vocab != data.vocab:
-        raise ModelError(
-            f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
-            why="the embedding has one row per token",
-            fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
-        )
 
 
 def check_length(train: Tokens, context: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from halfstep_train.config.schema import DataConfig, ModelConfig, RunConfig
+from halfstep_train.config.schema import BuiltModelConfig, DataConfig, RunConfig, TransformerSize
 from halfstep_train.config.section import CachePath, FilePath, NamedPath, OffCount
 
 Preset = dict[str, Any]
@@ -37,12 +37,9 @@ class TextDataConfig(DataConfig):
     )
 
 
-class LanguageModelConfig(ModelConfig):
+class LanguageModelConfig(TransformerSize, BuiltModelConfig):
     """GPT-2 of any size; 0 means the size of the workload's name."""
 
-    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
-    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
-    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
     context: OffCount = Field(default=0, description="Context length in tokens; 0: 1024")
     vocab: OffCount = Field(default=0, description="Vocabulary size; 0: that of the tokenizer, or 50257")
     dropout: float = Field(
@@ -74,7 +71,7 @@ PRESETS: dict[str, Preset] = {
     "fast": {"precision.default": "bf16"},
     "quality": {"precision.default": "bf16", "model.dropout": 0.1},
     "lowmem": {"precision.default": "bf16", "train.memory": "low", "train.batch_size": 4, "train.accumulate": 4},
-    "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+    "stable": RunConfig.presets["stable"],
     "debug": {
         "precision.default": "fp32",
         "train.batch_size": 4,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import DataError, format_count
-from halfstep_train.data.files import BadFiles, list_some
+from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.workloads.language.config import LanguageConfig
 from halfstep_train.workloads.language.text_files import TextFiles, find_texts, read_text
 from halfstep_train.workloads.language.tokenizers import (
@@ -51,13 +51,7 @@ class LanguageData:
 
 def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
     """Open the texts or ids at `data.dir`; the `store` of an earlier run contains its tokenizer."""
-    if config.data.dir is None:
-        raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
-    root = Path(config.data.dir)
-    if not root.exists():
-        raise DataError(
-            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
-        )
+    root = require_folder(config.data.dir, or_file=True)
     known = load_stored_tokenizer(store)
     if (files := find_token_files(root)) is not None:
         return _open_ids(config, root, files, known, store)
@@ -79,7 +73,8 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
     # setting, the data and the start weights are asked, in this order.
     theirs = None if known else _read_weights_tokenizer(whole)
     named = known or _find_named_tokenizer(config.tokenizer, root) or (theirs if config.tokenizer == "auto" else None)
-    tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
+    is_by_character = config.tokenizer in CHARACTERS
+    tokenizer = named or (Characters.from_texts(map(read_text, texts.all)) if is_by_character else Bytes())
     if theirs is not None and have_different_ids(tokenizer, theirs):
         raise DataError(
             f"{whole.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
@@ -141,7 +136,7 @@ def _open_ids(
             ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
             ("tokenizer", named),
         ),
-        notes=() if files[1] else (f"there is no validation: data.dir={root} holds no .bin with `val` in its name",),
+        notes=() if files[1] else (f"there is no validation: data.dir={root} contains no .bin with `val` in its name",),
     )
 
 
@@ -187,10 +182,6 @@ def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) ->
     """True if a tokenizer is the one next to the start weights."""
     theirs = _read_weights_tokenizer(config)
     return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
-
-
-def _make_text_tokenizer(setting: str, texts: TextFiles) -> Tokenizer:
-    return Characters.from_texts(read_text(path) for path in texts.all) if setting in CHARACTERS else Bytes()
 
 
 def _describe_sizes(train: Tokens, val: Tokens) -> str:

@@ -85,16 +85,14 @@ class CausalAttention(nn.Module):
             k, v = cache.extend(k, v)
         # A single new token attends to everything, and without a past `is_causal` is enough. Several new tokens after a
         # past need a mask.
-        mask = None if tokens in (1, k.shape[2]) else _attend_after_past(tokens, k.shape[2], x.device)
+        mask, past = None, k.shape[2] - tokens
+        if tokens > 1 and past:
+            mask = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=x.device).tril(past)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=tokens > 1 and mask is None,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.resid_dropout(self.c_proj(attended.transpose(1, 2).reshape(batch, tokens, dim)))
-
-
-def _attend_after_past(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
 class Perceptron(nn.Module):

@@ -138,7 +138,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read {file}",
-            why=f"{error}; it holds the number of heads, which the shapes of the weights do not show",
+            why=f"{error}; it contains the number of heads, which the shapes of the weights do not show",
             fix="download it again",
         ) from error
     return found if isinstance(found, dict) and found.get("model_type", "gpt2") == "gpt2" else {}
@@ -195,7 +195,7 @@ def _refuse_non_gpt2_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     lacking = [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]
     if lacking:
         raise ModelError(
-            f"{path} holds no GPT-2 weights",
+            f"{path} contains no GPT-2 weights",
             why=f"it lacks {lacking[0]}; it has {', '.join(list(weights)[:3])}",
             fix="use weights of Hugging Face's GPT2LMHeadModel or of nanoGPT",
         )

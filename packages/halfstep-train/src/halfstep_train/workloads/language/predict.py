@@ -42,12 +42,8 @@ class Writer:
         assert isinstance(model, GPT2)
         _refuse_bad_utf8(prompt)
         for number in range(options["num"]):
-            sampling = Sampling(
-                temperature=options["temperature"],
-                top_k=options["top_k"],
-                top_p=options["top_p"],
-                seed=options["seed"] + number,
-            )
+            settings = {name: options[name] for name in ("temperature", "top_k", "top_p")}
+            sampling = Sampling(**settings, seed=options["seed"] + number)
             with trained.inference():
                 continuation = continue_text(
                     model,

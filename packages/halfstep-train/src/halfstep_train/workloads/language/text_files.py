@@ -64,9 +64,8 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     unread = tuple(path for path in (*prose, *code) if path not in used)
     if train and val:
         train, val = _check_texts(train, bad_files), _check_texts(val, bad_files)
-        return TextFiles(
-            root=root, train=tuple(train), val=tuple(val), source=_describe_files(root, val), unread=unread
-        )
+        source = val[0].name if len(val) == 1 else f"{val[0].relative_to(root).parts[0]}, {len(val)} files"
+        return TextFiles(root=root, train=tuple(train), val=tuple(val), source=source, unread=unread)
     files = _check_texts(train or prose or code, bad_files)  # if there is a training split, other files describe it
     if not files:
         ids = next(root.rglob("*.bin"), None)
@@ -101,7 +100,7 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise DataError(
             f"{path} is empty",
-            why="it holds no text to train on",
+            why="it contains no text to train on",
             fix="remove it, or fill it; in a folder, data.on_bad_file=skip",
         )
     return text
@@ -127,10 +126,6 @@ def _split_files(root: Path, files: list[Path], val_fraction: float) -> TextFile
     return TextFiles(root=root, train=train, val=val, source=source)
 
 
-def _describe_files(root: Path, files: list[Path]) -> str:
-    return files[0].name if len(files) == 1 else f"{files[0].relative_to(root).parts[0]}, {len(files)} files"
-
-
 def _find_named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) -> list[Path]:
     for name in names:
         if (root / name).is_dir():
@@ -153,6 +148,5 @@ def _check_texts(files: list[Path], bad_files: BadFiles) -> list[Path]:
         read_text(path)
 
     good = [path for path, _ in bad_files.try_each(check, files)]
-    if files and not good:
-        raise DataError(f"no usable text: all {len(files)} files were left out", why=bad_files.skipped[0].what)
+    bad_files.refuse_empty_split("a split", len(files), len(good))
     return good

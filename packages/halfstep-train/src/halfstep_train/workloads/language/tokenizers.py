@@ -266,7 +266,7 @@ def _read_pair(folder: Path) -> Tokenizer:
         return Bpe.from_vocab_and_merges(vocab, merges)
     raise DataError(
         f"no tokenizer at {folder}",
-        why="it holds neither a tokenizer.json nor vocab.json and merges.txt",
+        why="it contains neither a tokenizer.json nor vocab.json and merges.txt",
         fix="set data.tokenizer to bytes, characters, a path, or tiktoken:gpt2",
     )
 

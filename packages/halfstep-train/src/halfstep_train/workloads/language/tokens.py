@@ -114,7 +114,7 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
         at = int(np.argmax(ids >= vocab))
         raise DataError(
             f"{source} has token {int(ids[at]):,} at position {start + at:,}, past the vocabulary of {vocab:,}",
-            why="the ids come from another tokenizer, or the file holds something other than 16-bit ids",
+            why="the ids come from another tokenizer, or the file contains something other than 16-bit ids",
             fix="set data.tokenizer to the one that made these ids, or model.vocab if there is none",
         )
 
@@ -167,9 +167,9 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
     if size % 2:
         mistake = f"has {size:,} bytes, an odd number"
     elif len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:
-        mistake = f"seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}"
+        mistake = f"seems to contain text: {first.tobytes()[:20].decode(errors='replace')!r}"
     elif len(first) > 64 and not first[1::2].any() and first[::2].any():
-        mistake = "seems to hold 32-bit ids: every second 16-bit one is 0"
+        mistake = "seems to contain 32-bit ids: every second 16-bit one is 0"
     if mistake:
         raise DataError(
             f"{path} {mistake}",
@@ -187,7 +187,7 @@ def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> 
         raise DataError(f"{path} has version {version} of llm.c's format", why=f"only version {known} is supported")
     if size != begin + count * itemsize:
         raise DataError(
-            f"{path} holds {(size - begin) // itemsize:,} ids, but its header claims {count:,}",
+            f"{path} contains {(size - begin) // itemsize:,} ids, but its header claims {count:,}",
             why="it is incomplete, or was modified later",
             fix="copy it again, or create it again",
         )
@@ -221,7 +221,7 @@ class _PlainValues(pickle.Unpickler):
     """An unpickler that refuses all classes, so that no code can run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds an object ({module}.{name}); only plain values are read")
+        raise pickle.UnpicklingError(f"it contains an object ({module}.{name}); only plain values are read")
 
 
 TOKENISED_AT_ONCE = 2**22

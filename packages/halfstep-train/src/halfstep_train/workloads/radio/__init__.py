@@ -3,7 +3,15 @@
 from dataclasses import replace
 from functools import partial
 
-from halfstep_train.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, Option, PredictCommand, SampleUnit
+from halfstep_train.workloads.base.kind import (
+    EvaluateCommand,
+    GuideEntry,
+    Kind,
+    Option,
+    PredictCommand,
+    SampleUnit,
+    describe_pixels,
+)
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 
 _STEPS = Option("steps", int, None, "Steps of a sample; default: the run's model.sampling_steps", least=1)
@@ -20,7 +28,7 @@ _radio_kind = partial(
     __name__,
     task="radio maps",
     usual="radiodiff_vae",
-    sample=SampleUnit(name="map", size=".build:describe_size"),
+    sample=SampleUnit(name="map", size=describe_pixels),
 )
 
 VAE_KIND = _radio_kind(

@@ -17,13 +17,13 @@ from halfstep.recompute import set_recompute
 from halfstep_train.data import noise
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.latent_store import LatentDraws
 from halfstep_train.workloads.base.vae_format import choose_vae_format, pick_training_device
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio import build_vae
-from halfstep_train.workloads.radio.build_vae import refuse_uneven
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
@@ -67,7 +67,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     why_scale, is_new = "stored with the run", store is None
     if store is None:
         scale, why_scale = _choose_scale(config, stage.vae, stage.scale_factor, data)
-        store = make_store(config, stage.sizes, scale)
+        store = {"sizes": stage.sizes, "scale_factor": scale, "image_size": config.data.image_size}
     settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
     data, store = add_latents(config, data, stage.vae, store)
     model = build_unet(config, store)
@@ -126,16 +126,11 @@ def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
     return f"{format_count(steps, 'step')}, {format_count(steps + int(settings.extra_call), 'call')} of the network"
 
 
-def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return the facts that a run stores."""
-    return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
-
-
 def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
     """Build the U-Net and its condition encoder for the latents of the first stage."""
     settings, reduction = config.model, get_reduction(store["sizes"])
     channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
-    refuse_uneven(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1))
+    divide_side(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1), LEVELS_HALVE)
     pyramid = SwinPyramid(
         dim=settings.pyramid.width,
         depths=settings.pyramid.depths,
@@ -309,7 +304,3 @@ def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Wor
     store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
     return make_workload(config, store, build_unet(config, store), vae, data)
-
-
-def describe_size(config: RadioConfig) -> str:
-    return f"{config.data.image_size} pixels"

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
 from halfstep.recompute import set_recompute
 from halfstep.tensor_files import take
 from halfstep_train.data.loader import Batch
+from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import build_discriminator
 from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
@@ -57,24 +57,13 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
 def build_model(config: RadioVaeConfig) -> VaeNet:
     """Build the autoencoder and, if it takes part in training, its discriminator."""
     sizes = dump_sizes(config.model.first_stage)
-    refuse_uneven(config.data.image_size, get_reduction(sizes))
+    divide_side(config.data.image_size, get_reduction(sizes), LEVELS_HALVE)
     vae, critic = RadioVAE(**sizes), None
     if has_critic(config):
         critic = build_discriminator(config.data.image_size, image_channels=1)
     model = VaeNet(vae, CODEC, critic)
     set_recompute(model, "blocks" if config.train.activation_checkpointing else "none")
     return model
-
-
-def refuse_uneven(side: int, divisor: int) -> None:
-    """Refuse an image size that the levels cannot halve evenly."""
-    if side % divisor:
-        near = max(1, round(side / divisor)) * divisor
-        raise ConfigError(
-            f"data.image_size={side} cannot be halved as often as the model does",
-            why=f"it needs a multiple of {divisor}",
-            fix=f"data.image_size={near}",
-        )
 
 
 def has_critic(config: RadioVaeConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import BadFiles
 from halfstep_train.data.seeds import Key
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
-from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
+from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation, TrainedModel
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.build import Denoising, describe_steps
-from halfstep_train.workloads.radio.config import RadioDiffConfig
 from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split
 from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
 from halfstep_train.workloads.radio.pictures import MapRow, draw_map_sheet
@@ -93,15 +92,9 @@ class SamplingEvaluation(RadioEvaluation):
         another folder would overwrite the run's cache."""
         return config.replace(data={"cache": "off"})
 
-    def score_with_options(
-        self,
-        config: RadioDiffConfig,
-        trained: TrainedModel,
-        options: Mapping[str, Any],
-        phase: ShowProgress,
-        batch_size: int | None,
-    ) -> dict[str, float] | None:
+    def score_with_options(self, request: EvaluateRequest) -> dict[str, float] | None:
         """Score with another number of steps, or on another split, than validation."""
+        config, options = request.config, request.options
         if options["part"] not in PARTS:
             raise ConfigError(f"unknown --part {options['part']}", fix=f"use one of {', '.join(PARTS)}")
         steps = int(options["steps"] or config.model.sampling_steps)
@@ -115,10 +108,10 @@ class SamplingEvaluation(RadioEvaluation):
         denoising = Denoising(
             config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
         )
-        metrics, size = RadioMetrics(), batch_size or config.train.batch_size
-        with phase("Sampling", len(maps)) as bar:
+        metrics, size = RadioMetrics(), request.batch_size or config.train.batch_size
+        with request.phase("Sampling", len(maps)) as bar:
             for start in range(0, len(maps), size):
-                metrics.update(*sample_maps(denoising, trained, maps, start, size, config.train.seed))
+                metrics.update(*sample_maps(denoising, request.trained, maps, start, size, config.train.seed))
                 for _ in range(min(size, len(maps) - start)):
                     bar.advance()
         return metrics.compute()

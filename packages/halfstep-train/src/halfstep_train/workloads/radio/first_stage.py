@@ -109,7 +109,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"cannot read {path}: {error}", why="it holds the size of the autoencoder", fix="export the run again"
+            f"cannot read {path}: {error}", why="it contains the size of the autoencoder", fix="export the run again"
         ) from error
 
 

@@ -197,7 +197,7 @@ class RadioTree:
             seen = list_some(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
             raise DataError(
                 f"no gain images in {self.gain_dir}",
-                why=f"it holds {seen}",
+                why=f"it contains {seen}",
                 fix="name the files <map>_<transmitter>.png",
             )
         return sorted((int(match[1]), int(match[2])) for match in found)

@@ -41,14 +41,10 @@ def _rename_relation(match: re.Match[str], prefix: str) -> str:
     return f"{prefix}{index}.relation.{rest.replace('attentions.0.', 'attention.')}"
 
 
-def _rename_swin(match: re.Match[str]) -> str:
-    # The public Swin keeps the patch embedding apart from `features`; ours is features.0, as in torchvision.
-    return f"condition.features.{int(match[1]) + 1}."
-
-
 _RULES = (
     (r"init_conv_mask\.first_coonv\.", "condition.features.0."),
-    (r"init_conv_mask\.features\.(\d+)\.", _rename_swin),
+    # The public Swin keeps the patch embedding apart from `features`; ours is features.0, as in torchvision.
+    (r"init_conv_mask\.features\.(\d+)\.", lambda m: f"condition.features.{int(m[1]) + 1}."),
     (r"init_conv\.", "stem."),
     (r"projects\.", "projections."),
     (r"time_mlp\.0\.W$", "time.W"),

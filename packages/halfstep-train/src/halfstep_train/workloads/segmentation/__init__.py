@@ -8,6 +8,7 @@ from halfstep_train.workloads.base.kind import (
     Option,
     PredictCommand,
     SampleUnit,
+    describe_pixels,
 )
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
@@ -18,7 +19,7 @@ KIND = Kind.from_package(
     task="segmentation",
     export_command=ExportCommand("image", ".build:describe_export"),
     hint=".scores:hint_at_single_class",
-    sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
+    sample=SampleUnit(name="image", size=describe_pixels),
     evaluate=EvaluateCommand(
         ".evaluate:SegmentationEvaluation",
         (Option("full_size", bool, False, "Score masks at the original size of each image, as predict writes them"),),

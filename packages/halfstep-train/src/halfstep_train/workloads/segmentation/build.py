@@ -7,6 +7,7 @@ model has the 31,037,698 parameters of the reference. `classes: 1` is its other 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, DataError, format_count
+from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.files import BadFiles, list_some
 from halfstep_train.data.images import USUAL, choose_scale, describe_outliers
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.workload import Loss, Workload
+from halfstep_train.workloads.base.workload import Prepare, Workload
 from halfstep_train.workloads.segmentation.augment import augment
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.data import (
@@ -53,11 +54,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
     usable = set(scan.pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
-    if not train_pairs:
-        raise DataError(
-            "no usable pair is left to train on", why=f"{format_count(len(bad_files.skipped), 'file')} left out"
-        )
-    bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
+    bad_files.refuse_empty_split("training", len(found.train), len(train_pairs))
+    bad_files.refuse_empty_split("validation", len(found.val), len(val_pairs))
     is_new = store is None
     about = {"layout": found.layout}
     settled: dict[str, Any] = {}
@@ -67,11 +65,17 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         if "model.background" in settled:
             config = config.replace(model={"background": None})
     elif config.data.image_size != store["image_size"]:
-        store = _resize_store(store, config.data.image_size)
+        factor = config.data.image_size / store["image_size"]
+        store = {**store, "image_size": config.data.image_size, "resize": [factor * share for share in store["resize"]]}
     scaling, scale_notes = _describe_scale(store["raw_scale"], scan)
     about |= scaling
     table, image = read_table(store), read_image_format(store)
-    _check_class_weights(config, num_classes=store["num_classes"])
+    given, needed = len(config.model.class_weights), max(2, store["num_classes"])
+    if given not in (0, needed):
+        raise ConfigError(
+            f"{given} class weights for {needed} classes",
+            fix="give model.class_weights one number per class, background first",
+        )
     background = find_background(config, table)
     model = build_model(config, store)
     if is_new and config.model.weights:  # a resumed run loads its checkpoint later
@@ -83,21 +87,16 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
             pixels, mask = augment(pixels, mask, config.data.augment, key=key)
         return batch | {"image": pixels, "mask": mask}
 
-    return Workload(
-        name="unet",
-        model=model,
-        train_samples=SegmentationData(train_pairs, table=table, image=image),
-        val_samples=SegmentationData(val_pairs, table=table, image=image),
-        prepare=prepare,
-        forward=lambda model, batch: model(batch["image"]),
-        loss=make_loss(config),
-        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
-        metric="iou",
-        mode="max",
-        fragile=FRAGILE,
+    return make_workload(
+        config,
+        model,
+        SegmentationData(train_pairs, table=table, image=image),
+        SegmentationData(val_pairs, table=table, image=image),
+        store,
+        prepare,
+        background=background,
         scoring=_describe_scoring(table, background),
         by_batch=("the Dice term of the loss",) if config.model.dice_weight else (),
-        store=store,
         notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
         val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
@@ -114,19 +113,13 @@ def _decide(
     side, why_side = choose_image_side(config, scan)
     settled: dict[str, Any] = {"data.image_size": side}
     why = {"ignored mask value": why_ignored, "image size": why_side}
-    if scores_all_classes(config, found):
+    if not found.has_background and "background" not in config.model.model_fields_set:
         settled["model.background"] = None
         why["background"] = "this data set has none, so all classes count (model.background)"
     store = _make_store(config, scan, make_table(seen, ignored=ignored), side)
     if scan.raw:
         settled["data.scale"] = store["raw_scale"]
     return store, settled, {name: text for name, text in why.items() if text}
-
-
-def _choose_raw_scale(config: UNetConfig, scan: Scan) -> float | None:
-    if config.data.scale != "auto":
-        return config.data.scale
-    return choose_scale(scan.raw.values()).scale if scan.raw else None
 
 
 def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
@@ -143,26 +136,34 @@ def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], li
     return {"float images": f"divided by {scale:g} (data.scale): {values}"}, notes
 
 
-def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
-    """Return the store of a run for another image size."""
-    factor = side / store["image_size"]
-    return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
-
-
-def make_loss(config: UNetConfig) -> Loss:
-    """Return the loss function: cross-entropy + Dice, with the configured weights."""
-    settings = config.model
-
-    def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
-        value = segmentation_loss(
-            outputs,
-            batch["mask"],
-            class_weights=settings.class_weights,
-            dice_weight=settings.dice_weight,
-        )
-        return value, len(outputs)
-
-    return compute_loss
+def make_workload(
+    config: UNetConfig,
+    model: nn.Module,
+    train: Samples,
+    val: Samples,
+    store: Store,
+    prepare: Prepare,
+    *,
+    background: int | None = 0,
+    **about: Any,
+) -> Workload:
+    """Build the workload from its model and samples."""
+    m = config.model
+    compute_loss = partial(segmentation_loss, class_weights=m.class_weights, dice_weight=m.dice_weight)
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=lambda outputs, batch: (compute_loss(outputs, batch["mask"]), len(outputs)),
+        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
+        metric="iou",
+        fragile=FRAGILE,
+        store=store,
+        **about,
+    )
 
 
 def to_unit_range(pixels: Tensor) -> Tensor:
@@ -209,16 +210,16 @@ def _describe_scoring(table: MaskTable, background: int | None) -> str:
 
 def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
     """Return the facts that a run stores; refuse masks that do not fit `model.classes`."""
-    found, classes = len(table.values), config.model.classes
+    found, classes, scale = len(table.values), config.model.classes, config.data.scale
     if found < 2:
         raise DataError(
-            f"every mask holds only the value {list_some(table.values) or table.ignored}",
+            f"every mask contains only the value {list_some(table.values) or table.ignored}",
             why="segmentation needs at least two classes",
             fix="check the masks; a value to ignore is model.ignore_index",
         )
     if classes not in ("auto", found) and not (classes == 1 and found == 2):
         raise DataError(
-            f"model.classes is {classes}, the masks hold {found} values: {list_some(table.values, SHOWN_VALUES)}",
+            f"model.classes is {classes}, the masks contain {found} values: {list_some(table.values, SHOWN_VALUES)}",
             fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
         )
     return {
@@ -228,7 +229,7 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
         "image_size": side,
         "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
         "is_float": scan.is_float,
-        "raw_scale": _choose_raw_scale(config, scan),
+        "raw_scale": scale if scale != "auto" else choose_scale(scan.raw.values()).scale if scan.raw else None,
         # Later images are resized by the same factors, so that objects have the size the model was trained on.
         "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
     }
@@ -242,16 +243,7 @@ def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) ->
         return []
     shown = list_some(table.values, SHOWN_VALUES)
     hint = "if JPEG or resizing has blurred the edges, save the masks again as PNG with exact values"
-    return [f"the masks hold {found} different values, each treated as a class: {shown}; {hint}"]
-
-
-def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
-    given, needed = len(config.model.class_weights), max(2, num_classes)
-    if given not in (0, needed):
-        raise ConfigError(
-            f"{given} class weights for {needed} classes",
-            fix="give model.class_weights one number per class, background first",
-        )
+    return [f"the masks contain {found} different values, each treated as a class: {shown}; {hint}"]
 
 
 def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
@@ -295,11 +287,6 @@ def find_ignored_value(
     if last == IGNORED and 1 < len(classes) <= MANY_VALUES and classes == list(range(len(classes))):
         return last, f"{last}: in addition to the classes 0 to {classes[-1]} it marks pixels without a label; {advice}"
     return None, ""
-
-
-def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
-    """True if the data set has no background and the config does not name one."""
-    return not found.has_background and "background" not in config.model.model_fields_set
 
 
 def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
@@ -354,16 +341,5 @@ def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Work
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": to_unit_range(batch["image"])}
 
-    return Workload(
-        name=config.workload,
-        model=build_model(config, {**store, "image_size": config.data.image_size}),
-        train_samples=samples,
-        val_samples=samples,
-        prepare=prepare,
-        forward=lambda model, batch: model(batch["image"]),
-        loss=make_loss(config),
-        metrics=lambda: SegmentationMetrics(store["num_classes"]),
-        metric="iou",
-        fragile=FRAGILE,
-        store=store,
-    )
+    model = build_model(config, {**store, "image_size": config.data.image_size})
+    return make_workload(config, model, samples, samples, store, prepare)

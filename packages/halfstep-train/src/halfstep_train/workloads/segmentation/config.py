@@ -104,25 +104,9 @@ class UNetConfig(RunConfig):
             "ema.enabled": True,
         },
         # For 4 GB: half the batch size, accumulated to 8, for which the optimizer was tuned.
-        "lowmem": {
-            "precision.default": "bf16",
-            "train.batch_size": 4,
-            "train.accumulate": 2,
-            "train.activation_checkpointing": True,
-        },
-        "stable": {
-            "precision.default": "fp32",
-            "train.batch_size": 8,
-            "train.fast": "off",
-            "guard.on_fault": "rollback",
-        },
-        "debug": {
-            "precision.default": "fp32",
-            "train.batch_size": 2,
-            "train.epochs": 5,
-            "train.fast": "off",
-            "data.num_workers": 0,
-        },
+        "lowmem": {**RunConfig.presets["lowmem"], "train.batch_size": 4, "train.accumulate": 2},
+        "stable": RunConfig.presets["stable"],
+        "debug": {**RunConfig.presets["debug"], "train.batch_size": 2, "train.epochs": 5},
     }
 
     # 100 small images: less than two minutes on two CPU cores.

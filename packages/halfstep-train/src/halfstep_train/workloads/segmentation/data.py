@@ -34,7 +34,7 @@ from halfstep_train.data.images import (
     resize_image,
     to_bytes,
 )
-from halfstep_train.data.layouts import ID, Layout, NamePattern, PairLayout, PairNames, find_layout
+from halfstep_train.data.layouts import ID, NamePattern, PairLayout, PairNames, find_layout
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.workloads.segmentation.config import UNetDataConfig
 from halfstep_train.workloads.segmentation.masks import (
@@ -79,7 +79,8 @@ def find_pairs(data: UNetDataConfig, bad_files: BadFiles) -> FoundPairs:
     pairs = [_match_pairs(folder, names, bad_files, some_without_masks=found.some_without_masks) for names in parts]
     for path in _find_unpaired_masks(folder, parts, pairs):
         bad_files.report(_make_unpaired_error(path, f"an image {found.train.images}"))
-    where, has_lists = _describe_location(root, folder, found), data.train_list or data.val_list
+    inside, has_lists = "" if folder == root else f" in {folder.relative_to(root)}/", data.train_list or data.val_list
+    where = f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
     if found.lists and not has_lists:
         lists = [str(folder / name) for name in found.lists]
         data = data.model_copy(update={"train_list": lists[0], "val_list": lists[1]})
@@ -98,11 +99,6 @@ def _note_unused_list(folder: Path) -> str:
     """Return a note about a validation list that the layout does not use."""
     path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
     return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
-
-
-def _describe_location(root: Path, folder: Path, found: Layout) -> str:
-    inside = "" if folder == root else f" in {folder.relative_to(root)}/"
-    return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
 
 
 def _match_pairs(root: Path, names: PairNames, bad_files: BadFiles, *, some_without_masks: bool) -> tuple[Pair, ...]:
@@ -214,7 +210,7 @@ def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
     files = list_images(folder)  # raises if there are none at all
     return DataError(
         f"no file in {folder} is called {names.text}",
-        why=f"it holds {list_some(path.name for path in files)}",
+        why=f"it contains {list_some(path.name for path in files)}",
         fix="check data.images and data.masks",
     )
 
@@ -261,7 +257,8 @@ class SegmentationData:
         arrays = self._cache.get(index)
         if arrays is None:
             pair = self.pairs[index]
-            arrays = {"image": read_planes(pair.image, self.image), "mask": self._read_classes(pair)}
+            mask = resize_mask(read_mask(pair.mask), self.image.size)
+            arrays = {"image": read_planes(pair.image, self.image), "mask": self.table.to_classes(mask, pair.mask)}
             self._cache.put(index, arrays)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -272,9 +269,6 @@ class SegmentationData:
     def files(self) -> Iterator[Path]:
         """Return all files of images and masks."""
         return (path for pair in self.pairs for path in (pair.image, *list_mask_files(pair.mask)))
-
-    def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        return self.table.to_classes(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
 
 
 def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -307,8 +301,7 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
     found = bad_files.try_each(inspect, pairs)
-    if not found:
-        raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
+    bad_files.refuse_empty_split("training", len(pairs), len(found))
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
     return Scan(
         pairs=tuple(pair for pair, _ in found),

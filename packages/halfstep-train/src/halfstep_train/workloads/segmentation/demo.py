@@ -33,7 +33,7 @@ def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     """Return one image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
     grid = (np.mgrid[:side, :side] + 0.5) / side
     colour = np.stack(
-        [_draw_smooth_noise(rng, side, 3) + 0.3 * _draw_smooth_noise(rng, side, 12) for _ in range(3)], axis=-1
+        [draw_smooth_noise(rng, side, 3) + 0.3 * draw_smooth_noise(rng, side, 12) for _ in range(3)], axis=-1
     )
     image = 0.2 + 0.6 * (colour - colour.min()) / np.ptp(colour)
     mask = np.zeros((side, side), dtype=bool)
@@ -50,7 +50,7 @@ def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     return (image.clip(0, 1) * 255).round().astype(np.uint8), mask.astype(np.uint8) * 255
 
 
-def _draw_smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
+def draw_smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
     """Return random values at `knots` points per side, linearly interpolated to (side, side)."""
     values = rng.random((knots, knots))
     position = np.linspace(0, knots - 1, side)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from halfstep_train.data.images import read_image
 from halfstep_train.data.layouts import PairLayout, has_folders
 from halfstep_train.report.results import Cell
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
-from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
+from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.build import SHOWN_VALUES
 from halfstep_train.workloads.segmentation.config import UNetConfig
@@ -60,12 +60,12 @@ def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, li
     theirs, ours = (list_some(table.values, SHOWN_VALUES) for table in (found, own))
     if not len(found.values) == len(own.values) == 2:
         raise DataError(
-            f"these masks hold the values {theirs}, the run's classes are {ours}",
+            f"these masks contain the values {theirs}, the run's classes are {ours}",
             why="only two values for two classes can be matched by order",
             fix=f"save the masks with the values of the run: {ours}",
         )
     mapped = SegmentationData(samples.pairs, table=found, image=samples.image)
-    return mapped, [f"these masks hold {theirs}, those of the run {ours}: treated as the same classes, in this order"]
+    return mapped, [f"these masks have {theirs}, those of the run {ours}: treated as the same classes, in this order"]
 
 
 class SegmentationEvaluation(PlainEvaluation):
@@ -91,26 +91,19 @@ class SegmentationEvaluation(PlainEvaluation):
         self._segment: Callable[[Path], Array] | None = None
         """Returns the class map of an image at its original size; None unless --full-size is set."""
 
-    def score_with_options(
-        self,
-        config: UNetConfig,
-        trained: TrainedModel,
-        options: Mapping[str, Any],
-        phase: ShowProgress,
-        batch_size: int | None,
-    ) -> dict[str, float] | None:
+    def score_with_options(self, request: EvaluateRequest) -> dict[str, float] | None:
         """With --full-size, score every validation image at its original size; there is no loss then."""
-        if not options["full_size"]:
+        if not request.options["full_size"]:
             return None
-        if batch_size is not None:
+        if request.batch_size is not None:
             raise ConfigError(
-                f"--batch-size {batch_size} cannot be combined with --full-size",
+                f"--batch-size {request.batch_size} cannot be combined with --full-size",
                 why="images of different sizes are evaluated one at a time",
                 fix="leave one of them out",
             )
         self.scored_at = "the original size of each image, as predict writes masks"
-        images = WholeImages(trained, store=self.workload.store, depth=config.model.depth)
-        with phase("Evaluating", len(self.workload.val_samples)) as bar:
+        images = WholeImages(request.trained, store=self.workload.store, depth=request.config.model.depth)
+        with request.phase("Evaluating", len(self.workload.val_samples)) as bar:
             self._segment = partial(images.segment, bar=bar)
             for index in range(len(self.workload.val_samples)):
                 truth, prediction = self._load_maps(index)

@@ -41,7 +41,7 @@ class MaskTable:
             )
         codes = _encode(mask, colour=self.is_colour)
         known = [*self.values, *([] if self.ignored is None else [self.ignored])]
-        known_codes = np.array([_encode_value(value, colour=self.is_colour) for value in known])
+        known_codes = np.array([_encode(np.array([[value]]), colour=self.is_colour).item() for value in known])
         # Look up all pixels by binary search in the sorted codes.
         order = np.argsort(known_codes)
         found = order[np.searchsorted(known_codes, codes, sorter=order).clip(max=len(known) - 1)]
@@ -159,7 +159,7 @@ def _to_integers(array: Array, path: Path) -> Array:
         return array.astype(np.uint8)
     if np.issubdtype(array.dtype, np.floating):
         if not (np.isfinite(array).all() and (array == array.round()).all()):
-            raise DataError(f"{path} holds fractions or NaN", why="mask values name classes, so they must be integers")
+            raise DataError(f"{path} has fractions or NaN", why="mask values name classes, so they must be integers")
         return array.astype(np.int64)
     return array
 
@@ -170,10 +170,6 @@ def _encode(mask: Array, *, colour: bool) -> Array:
     if mask.ndim == 3:
         return (wide[..., 0] << 16) | (wide[..., 1] << 8) | wide[..., 2]
     return wide * 0x010101 if colour else wide
-
-
-def _encode_value(value: MaskValue, *, colour: bool) -> int:
-    return int(_encode(np.array([[value]]), colour=colour).item())
 
 
 def _decode_value(code: int, *, colour: bool) -> MaskValue:

@@ -213,7 +213,8 @@ class WholeImages:
 
     def __init__(self, trained: TrainedModel, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
         self.trained, self.store, self.depth = trained, store, depth
-        self.tile = tile or choose_tile(depth)
+        # Very deep models need larger tiles: eight cells of the deepest level between the margins.
+        self.tile = tile or max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
 
     def segment(self, path: Path, bar: Bar) -> Array:
         """Return the class map of a file; the progress bar shows tiles if there are several."""
@@ -238,11 +239,6 @@ class WholeImages:
                 torch.cuda.empty_cache()
                 self.tile //= 2
                 self.trained.warn(f"out of memory: continuing with tiles of {self.tile} pixels")
-
-
-def choose_tile(depth: int) -> int:
-    """Return `TILE`, or a larger size for very deep models: eight cells of the deepest level between the margins."""
-    return max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
 
 
 @contextmanager

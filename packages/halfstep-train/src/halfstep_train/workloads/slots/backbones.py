@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.recompute import Blocks
-from halfstep_train.models.layers import PatchConv2d
-from halfstep_train.models.vit import EncoderBlock, ViTSize, compute_grid, resize_positions
+from halfstep_train.models.layers import PatchConv2d, divide_side
+from halfstep_train.models.vit import PATCHES_TILE, EncoderBlock, ViTSize, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names
 from halfstep_train.workloads.slots.slot_attention import check_heads
 
@@ -47,7 +47,7 @@ class FeatureEncoder(nn.Module):
     def __init__(self, size: ViTSize, grid: int) -> None:
         super().__init__()
         self.pos_embedding = nn.Parameter(torch.empty(1, grid**2 + 1, size.dim).normal_(std=0.02))
-        blocks = {f"encoder_layer_{i}": EncoderBlock(size, LAYER_SCALE, is_last=False) for i in range(size.depth)}
+        blocks = {f"encoder_layer_{i}": EncoderBlock(size, layer_scale=LAYER_SCALE) for i in range(size.depth)}
         self.layers = Blocks(blocks, checkpointing=False)
         self.ln = nn.LayerNorm(size.dim, eps=1e-6)
 
@@ -72,7 +72,8 @@ class DinoV2(nn.Module):
 
     def compute_tokens(self, images: Tensor) -> Tensor:
         """Return the class token and the patch tokens after the last block."""
-        rows, columns = compute_grid(images.shape[2], images.shape[3], self.patch)
+        rows = divide_side(images.shape[2], self.patch, PATCHES_TILE)
+        columns = divide_side(images.shape[3], self.patch, PATCHES_TILE)
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
         return self.encoder(tokens, rows, columns)

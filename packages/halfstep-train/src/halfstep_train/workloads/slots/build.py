@@ -15,6 +15,8 @@ from halfstep.errors import ConfigError, format_count
 from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.layers import divide_side
+from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import load_weights_file_, read_weights
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
@@ -62,6 +64,7 @@ def make_workload(
     config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
 ) -> Workload:
     """Build the parts of the workload that need no data folder; the metric is the loss."""
+    counting = _choose_counting(config, bool(store.get("background_is_labelled", True)))
     return Workload(
         name=config.workload,
         model=model,
@@ -70,7 +73,7 @@ def make_workload(
         prepare=make_prepare(config),
         forward=make_forward(backbone.module),
         loss=make_loss(config),
-        metrics=lambda: make_metrics(config, store),
+        metrics=lambda: SlotMetrics(**counting),
         metric="loss",
         mode="min",
         fragile=FRAGILE,
@@ -84,12 +87,13 @@ def build_model(
 ) -> SlotContrast:
     """Build the trained modules; `make` is the class or function that creates them from their sizes."""
     m = config.model
+    patch = m.patch if m.backbone == "filters" else DINO_PATCH
     model = make(
         fill_from_settings(
             SlotContrastSize,
             m,
-            feature_dim=get_feature_dim(backbone),
-            num_positions=(config.data.image_size // get_patch(config)) ** 2,
+            feature_dim=backbone.dim,
+            num_positions=divide_side(config.data.image_size, patch, PATCHES_TILE) ** 2,
             num_slots=m.slots,
             num_iterations=m.iterations,
         )
@@ -97,25 +101,6 @@ def build_model(
     if config.train.activation_checkpointing:
         model.decoder.recompute = "blocks"
     return model
-
-
-def get_feature_dim(backbone: nn.Module) -> int:
-    """Return the number of channels of the backbone."""
-    dim = backbone.dim
-    assert isinstance(dim, int)
-    return dim
-
-
-def get_patch(config: SlotContrastConfig) -> int:
-    """Return the side of a patch in pixels; raise ConfigError if patches do not tile the image."""
-    patch = config.model.patch if config.model.backbone == "filters" else DINO_PATCH
-    side = config.data.image_size
-    if side % patch:
-        raise ConfigError(
-            f"data.image_size={side} is not a multiple of the backbone's patches of {patch} pixels",
-            fix=f"data.image_size={max(1, round(side / patch)) * patch}",
-        )
-    return patch
 
 
 def build_backbone(config: SlotContrastConfig) -> FrozenPart:
@@ -191,11 +176,6 @@ def make_loss(config: SlotContrastConfig) -> Loss:
         return total, len(batch["video"])
 
     return loss
-
-
-def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
-    """Return metrics that treat the background as configured."""
-    return SlotMetrics(**_choose_counting(config, bool(store.get("background_is_labelled", True))))
 
 
 def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:

@@ -9,7 +9,6 @@ from pydantic import Field, JsonValue, model_validator
 from halfstep_train.config.schema import (
     BuiltModelConfig,
     DataConfig,
-    ModelConfig,
     OptimizerConfig,
     RunConfig,
 )
@@ -181,7 +180,7 @@ class SlotContrastConfig(RunConfig):
 Reduction = Literal["sum", "mean"]
 
 
-class DVaeModelConfig(ModelConfig):
+class DVaeModelConfig(BuiltModelConfig):
     """Settings of a discrete VAE whose words are predicted from slots."""
 
     vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")

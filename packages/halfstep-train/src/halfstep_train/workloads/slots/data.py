@@ -24,7 +24,7 @@ from halfstep_train.data.loader import Batch
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.slots.config import VideoDataConfig
 from halfstep_train.workloads.slots.video_layouts import find_videos
-from halfstep_train.workloads.slots.videos import Video, describe_left_out
+from halfstep_train.workloads.slots.videos import Video
 
 Crop = Literal["none", "central", "random"]
 
@@ -171,12 +171,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
                 fix=f"data.chunk_size={video.num_frames}, or leave short videos out: data.on_bad_file=skip",
             )
         )
-    if not videos:
-        raise DataError(
-            "no video is left to train on",
-            why=describe_left_out(bad_files),
-            fix="fix what was left out, or cut shorter clips: data.chunk_size",
-        )
+    bad_files.refuse_empty_split("training", len(found.train), len(videos))
     train = ClipSamples(
         videos,
         cut=config.chunks,

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from halfstep_train.data.files import Array, create_folder
+from halfstep_train.workloads.segmentation.demo import draw_smooth_noise
 
 NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64
@@ -110,16 +111,6 @@ class _Object:
 
 def _draw_texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
     """Return smooth colours with finer noise on top, (side, side, 3) in 0..1."""
-    coarse = np.stack([_draw_smooth(rng, side, knots) for _ in range(3)], axis=-1)
-    fine = _draw_smooth(rng, side, 4 * knots)[..., None]
+    coarse = np.stack([draw_smooth_noise(rng, side, knots) for _ in range(3)], axis=-1)
+    fine = draw_smooth_noise(rng, side, 4 * knots)[..., None]
     return np.asarray((1 - strength) * coarse + strength * fine)
-
-
-def _draw_smooth(rng: np.random.Generator, side: int, knots: int) -> Array:
-    """Return random values at `knots` points per side, linearly interpolated to (side, side)."""
-    values = rng.random((knots, knots))
-    position = np.linspace(0, knots - 1, side)
-    low = np.minimum(position.astype(int), knots - 2)
-    part = position - low
-    rows = values[low] * (1 - part)[:, None] + values[low + 1] * part[:, None]
-    return np.asarray(rows[:, low] * (1 - part) + rows[:, low + 1] * part)

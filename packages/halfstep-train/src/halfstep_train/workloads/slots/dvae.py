@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
 from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner, make_iteration
 
@@ -278,17 +277,8 @@ def _choose_chunk(rows: Tensor, vocabulary: int) -> int:
     return -(-num_frames // num_chunks)
 
 
-def compute_word_grid(height: int, width: int, factor: int) -> tuple[int, int]:
-    """Return rows and columns of words; raise ModelError if words do not tile the image."""
-    if height % factor or width % factor:
-        raise ModelError(
-            f"image of {height}×{width} pixels for tokens of {factor}×{factor} pixels",
-            why=f"tokens tile the image, so each side must be a multiple of {factor}",
-            fix=f"data.image_size={max(1, round(width / factor)) * factor}",
-        )
-    return height // factor, width // factor
-
-
+WORDS_TILE = "words tile the image"
+"""Why the side of an image must be a multiple of that of a word."""
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 """Odd factors of lowbias32, as int32."""
 BITS = 31

@@ -178,7 +178,7 @@ def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any
     """Translate a schedule. Upstream counts decay from the end of the warmup, which takes 1000 steps by default."""
     known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
     if not isinstance(given, Mapping) or not given.keys() <= known:
-        raise ConfigError(f"{where} holds {given}", fix=f"use only the keys {', '.join(sorted(known))}")
+        raise ConfigError(f"{where} contains {given}", fix=f"use only the keys {', '.join(sorted(known))}")
     name, rate = given.get("name", "constant"), float(given.get("decay_rate", 0.5))
     warmup, decay = int(given.get("warmup_steps", 1000)), int(given.get("decay_steps", 100_000))
     shapes = {"linear_warmup": "constant", "exp_decay_with_warmup": "exponential", "cosine_decay_with_warmup": "cosine"}
@@ -315,7 +315,8 @@ def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
         required["pred_dims"] = ([0, dim],)
     for key, allowed in required.items():
         read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with other values would train a different model")
-    read.note(at, "name", "video_inputs", "patch_inputs", "keep_input_dim")
+    for key in ("name", "video_inputs", "patch_inputs", "keep_input_dim"):
+        read(f"{at}.{key}")  # they follow from other keys
 
 
 # --- data ---

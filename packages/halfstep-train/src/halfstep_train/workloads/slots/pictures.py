@@ -46,14 +46,10 @@ def tint(frames: Array, colours: Array) -> Array:
     return (frames * 0.45 + colours * 0.55).round().astype(np.uint8)
 
 
-def choose_frames(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
-    """Return frame numbers spread over the whole clip."""
-    return [round(k * (count - 1) / max(min(count, shown) - 1, 1)) for k in range(min(count, shown))]
-
-
 def draw_sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
     """Draw a few frames in rows: plain, tinted by slots, slots only, and true objects if known."""
-    picked = choose_frames(len(frames))
+    shown = min(len(frames), SHOWN_FRAMES)
+    picked = [round(k * (len(frames) - 1) / max(shown - 1, 1)) for k in range(shown)]  # over the whole clip
     colours = colour_slots(slots[picked])
     rows = [frames[picked], tint(frames[picked], colours), colours]
     rows += [colour_objects(truth[picked])] if truth is not None else []

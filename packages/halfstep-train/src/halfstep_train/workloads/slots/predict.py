@@ -126,7 +126,7 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     elif item.path.suffix.lower() == ".npy":
         frames = np.asarray(load_array(item.path))
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-            raise DataError(f"{item.path} holds {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
+            raise DataError(f"{item.path} contains {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
         yield item.name.with_suffix(""), frames
     else:
         file = open_video_file(item.path)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep_train.models.layers import divide_side
 from halfstep_train.workloads.slots.config import WordsModelConfig
-from halfstep_train.workloads.slots.dvae import DVae, compute_word_grid
+from halfstep_train.workloads.slots.dvae import WORDS_TILE, DVae
 from halfstep_train.workloads.slots.slot_attention import HEADS, Mlp, Processor, SlotAttention, SlotPredictor
 from halfstep_train.workloads.slots.slot_decoder import SlotDecoder
 from halfstep_train.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
@@ -123,7 +124,7 @@ class SlotContrastWords(SlotContrast):
     ) -> None:
         """Build the modules; without `words.words_blocks` there is no word decoder."""
         super().__init__(size)
-        rows, columns = compute_word_grid(image_size, image_size, words.word_side)
+        side = divide_side(image_size, words.word_side, WORDS_TILE)
         downs, ups = WORD_SIDES[words.word_side]
         recomputes_vae = checkpointing or words.dvae_checkpointing
         self.dvae = DVae(words.vocabulary, downs=downs, ups=ups, checkpointing=recomputes_vae)
@@ -131,7 +132,7 @@ class SlotContrastWords(SlotContrast):
             return
         self.steve_decoder = WordDecoder(
             words.vocabulary,
-            rows * columns,
+            side**2,
             dim=words.words_dim,
             num_blocks=words.words_blocks,
             heads=HEADS,

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep_train.models.layers import divide_side
 from halfstep_train.workloads.slots.config import SteveModelConfig
-from halfstep_train.workloads.slots.dvae import ConvRelu, DVae, compute_word_grid, make_convolution
+from halfstep_train.workloads.slots.dvae import WORDS_TILE, ConvRelu, DVae, make_convolution
 from halfstep_train.workloads.slots.slot_attention import HEADS, apply_gates
 from halfstep_train.workloads.slots.word_decoder import TransformerEncoder, WordDecoder, make_linear, words_loss
 
@@ -98,12 +99,13 @@ class Steve(nn.Module):
 
     def __init__(self, size: SteveModelConfig, image_size: int, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.grid = compute_word_grid(image_size, image_size, WORD_SIDE)
+        side = divide_side(image_size, WORD_SIDE, WORDS_TILE)
+        self.grid = side, side
         self.dvae = DVae(size.vocabulary, checkpointing=checkpointing)
         self.steve_encoder = SteveEncoder(size, image_size)
         self.steve_decoder = WordDecoder(
             size.vocabulary,
-            self.grid[0] * self.grid[1],
+            side**2,
             dim=size.dim,
             num_blocks=size.decoder_blocks,
             heads=HEADS,

@@ -66,7 +66,7 @@ def open_video_file(path: Path) -> VideoFile:
     for frame in _iterate_frames(path):
         count, size = count + 1, (frame.shape[0], frame.shape[1])
     if count == 0:
-        raise DataError(f"{path} holds no frame", fix="replace the file, or data.on_bad_file=skip")
+        raise DataError(f"{path} contains no frame", fix="replace the file, or data.on_bad_file=skip")
     return VideoFile(name=path.name, paths=(path,), num_frames=count, size=size)
 
 
@@ -254,7 +254,7 @@ def open_frames(path: Path, *, every_size: bool) -> FrameFolder | None:
         return None
     if not frames or len(masks) not in (0, len(frames)):
         raise DataError(
-            f"{path} holds {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
+            f"{path} contains {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
             fix="add one mask per frame, or none at all",
         )
     size = read_image_facts(frames[0]).size

@@ -159,7 +159,7 @@ def renumber_labels(labels: Array, name: str) -> Array:
     numbered = numbered[1:] - int(np.searchsorted(values, NO_OBJECT))
     if values[0] < NO_OBJECT or len(values) > 256:
         raise DataError(
-            f"the masks of {name} hold {len(values)} labels from {values[0]} to {values[-1]}",
+            f"the masks of {name} contain {len(values)} labels from {values[0]} to {values[-1]}",
             fix="0 for background, at most 255 objects",
         )
     return numbered.reshape(labels.shape).astype(np.uint8)
@@ -228,7 +228,7 @@ def index_shard(path: Path, *, bad_files: BadFiles) -> dict[str, dict[str, tarfi
                 if member.isreg() and key:  # without a key: hidden files such as .DS_Store, ._video.npy
                     files = samples.setdefault(f"{folder}/{key}".lstrip("/"), {})
                     if ending.lower() in files:
-                        raise tarfile.ReadError(f"it holds {member.name} twice")
+                        raise tarfile.ReadError(f"it contains {member.name} twice")
                     files[ending.lower()] = member
             # tarfile treats anything that is not a header as the end, also in a truncated or damaged file. A complete
             # file has an end marker there: a block of zeros.
@@ -285,7 +285,7 @@ def read_array_header(path: Path, member: tarfile.TarInfo) -> StoredArray:
         ) from error
     if dtype.hasobject or is_fortran:
         what = "Python objects, which only unpickling could read" if dtype.hasobject else "columns (Fortran order)"
-        raise DataError(f"{name} holds {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))")
+        raise DataError(f"{name} contains {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))")
     needed = start - member.offset_data + math.prod(shape) * dtype.itemsize
     if needed > member.size:
         raise DataError(

@@ -16,8 +16,6 @@ from halfstep.recompute import Recomputing, choose_block_runner, choose_region_r
 from halfstep_train.kernels.cross_entropy import linear_cross_entropy
 from halfstep_train.workloads.slots.slot_attention import check_heads
 
-KeysAndValues = tuple[Tensor, Tensor]
-
 
 class CrossAttention(nn.Module):
     """Multi-head attention from x to a source, or (causal) to earlier positions of x."""
@@ -31,16 +29,10 @@ class CrossAttention(nn.Module):
         self.output_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, source: Tensor, *, causal: bool = False) -> Tensor:
-        return self.attend(x, self.compute_keys_and_values(source), causal=causal)
-
-    def compute_keys_and_values(self, source: Tensor) -> KeysAndValues:
-        return self._split_heads(self.proj_k(source)), self._split_heads(self.proj_v(source))
-
-    def attend(self, x: Tensor, known: KeysAndValues, *, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            self._split_heads(self.proj_q(x)), *known, dropout_p=dropout, is_causal=causal
-        )
+        k, v = self._split_heads(self.proj_k(source)), self._split_heads(self.proj_v(source))
+        q = self._split_heads(self.proj_q(x))
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
         return self.output_dropout(self.proj_o(mixed.transpose(1, 2).flatten(2)))
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -78,23 +70,6 @@ class TransformerEncoder(nn.Module):
         return self.layer_norm(self.blocks[0](x))
 
 
-class DecoderCache:
-    """Keys and values of one decoder block: of the positions decoded so far, and of the source."""
-
-    def __init__(self, block: TransformerDecoderBlock, source: Tensor, length: int) -> None:
-        self.source = block.encoder_decoder_attn.compute_keys_and_values(source)
-        keys, values = self.source
-        shape = (*keys.shape[:2], length, keys.shape[3])
-        self.keys, self.values, self.num_known = keys.new_empty(shape), values.new_empty(shape), 0
-
-    def add(self, known: KeysAndValues) -> KeysAndValues:
-        """Store keys and values of one more position; return those of all positions so far."""
-        here = slice(self.num_known, self.num_known + 1)
-        self.keys[:, :, here], self.values[:, :, here] = known
-        self.num_known += 1
-        return self.keys[:, :, : self.num_known], self.values[:, :, : self.num_known]
-
-
 class TransformerDecoderBlock(nn.Module):
     """Causal self-attention, attention to the source, and a two-layer perceptron."""
 
@@ -111,17 +86,7 @@ class TransformerDecoderBlock(nn.Module):
     def forward(self, x: Tensor, source: Tensor) -> Tensor:
         normed = self.self_attn_layer_norm(x)
         x = (normed if self.is_first else x) + self.self_attn(normed, normed, causal=True)
-        return self._attend_source(x, self.encoder_decoder_attn.compute_keys_and_values(source))
-
-    def decode_next(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """Process one more position (N, 1, dim), with cached keys and values."""
-        normed = self.self_attn_layer_norm(x)
-        known = cache.add(self.self_attn.compute_keys_and_values(normed))
-        x = (normed if self.is_first else x) + self.self_attn.attend(normed, known)
-        return self._attend_source(x, cache.source)
-
-    def _attend_source(self, x: Tensor, source: KeysAndValues) -> Tensor:
-        x = x + self.encoder_decoder_attn.attend(self.encoder_decoder_attn_layer_norm(x), source)
+        x = x + self.encoder_decoder_attn(self.encoder_decoder_attn_layer_norm(x), source)
         return x + self.ffn(self.ffn_layer_norm(x))
 
 
@@ -145,18 +110,6 @@ class TransformerDecoder(Recomputing):
         for block in self.blocks:
             x = run(block, x, source)
         return x
-
-    def make_caches(self, source: Tensor, length: int) -> list[DecoderCache]:
-        return [
-            DecoderCache(block, source, length) for block in self.blocks if isinstance(block, TransformerDecoderBlock)
-        ]
-
-    def decode_next(self, x: Tensor, caches: list[DecoderCache]) -> Tensor:
-        """Return the output of one more position (N, 1, dim)."""
-        for block, cache in zip(self.blocks, caches, strict=True):
-            assert isinstance(block, TransformerDecoderBlock)
-            x = block.decode_next(x, cache)
-        return self.layer_norm(x)
 
 
 def make_perceptron(dim: int, *, dropout: float, gain: float) -> nn.Sequential:
@@ -202,8 +155,8 @@ class LearnedPositions(nn.Module):
         self.dropout = nn.Dropout(dropout)
         nn.init.trunc_normal_(self.pe)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        return self.dropout(x + self.pe[:, start : start + x.shape[1]])
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x + self.pe[:, : x.shape[1]])
 
 
 class WordDecoder(nn.Module):
@@ -239,15 +192,12 @@ class WordDecoder(nn.Module):
 
     @torch.no_grad()
     def decode_greedily(self, slots: Tensor) -> Tensor:
-        """Return the most likely word per position, given those before it: (N, positions). Keys and values are
-        cached."""
-        caches = self.tf.make_caches(slots, self.num_positions)
-        x, words = self.bos.expand(len(slots), -1, -1), []
+        """Return the most likely word per position, given those before it: (N, positions)."""
+        words = torch.zeros(len(slots), self.num_positions, dtype=torch.int64, device=slots.device)
         for position in range(self.num_positions):
-            logits: Tensor = self.head(self.tf.decode_next(self.pos(x, position), caches))
-            words.append(logits.float().argmax(dim=-1))
-            x = self.dict(words[-1])
-        return torch.cat(words, dim=1)
+            last = self(words[:, : position + 1], slots)[:, -1]
+            words[:, position] = self.head(last).float().argmax(dim=-1)
+        return words
 
 
 CHUNK_ROWS = 2**14

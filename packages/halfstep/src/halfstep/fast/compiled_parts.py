@@ -1,0 +1,336 @@
+"""Compile the parts of a loss function that torch can trace, where it cannot trace the whole of it.
+
+This is `torch.compile` with graph breaks and a backend of our own: the user's Python code runs at every step, once per
+micro-batch, and calls what was compiled between two breaks, a `Part`. Lengths that change become dynamic shapes.
+
+No part is used before it was compared. At its first call torch's kernels compute what training uses. On the side
+Inductor's code runs on the same inputs and random numbers, forward and backward, and is compared with torch's kernels
+and with fp32. So the user's code runs once, and a part that is refused has changed nothing. Inductor draws torch's
+random numbers (`fallback_random`): they can be compared, and generators end where they would without it.
+
+Errors of the compiler do not reach the user's code: Dynamo's leave a frame to Python, Inductor's a part to torch's
+kernels. If compiled code that was already used raises, the caller drops the step (parts_trial.py), because the user's
+code, with its side effects, has run.
+
+Gradients of gradients do not work: torch's compiler gives backward code without a derivative. A backward pass through a
+part inside the loss function is noticed in its first step, while torch's kernels compute it, and refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.types import ConvertFrameReturn
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+from torch.nn.utils import get_total_norm
+
+from halfstep.fast.certificate import find_eps, subtract
+from halfstep.fast.compiled_trial import ERROR, MOST_APART, ROUNDING
+from halfstep.fast.traced import copy_graph, explain, find_library_logs, list_requires_grad
+from halfstep.fast.windows import Code, NotTraced, are_finite, list_tensors
+from halfstep.precision.contexts import BACKWARD_AS_EAGER
+from halfstep.step.facts import read_rng_state, restore_rng
+from halfstep.step.step import GuardedStep
+
+MAX_VERSIONS = 8
+"""Of one Python function, by guards: where more are needed, as for a list that grows, it runs as it is."""
+
+NUMBERS = itertools.count()
+
+
+class NotFinite(NotTraced):
+    """Compiled code gives values that are not finite where torch's kernels do not."""
+
+
+@dataclass(eq=False)
+class Part:
+    """The operations between two graph breaks."""
+
+    module: GraphModule
+    """Dynamo's graph, unmodified: under eager autograd it does what the user's Python code does on the device."""
+    code: Code
+    written: frozenset[int]
+    """Inputs that the graph writes into."""
+    requires_grad: list[bool]
+    """Which inputs required a gradient when it was compiled: torch does not guard that for parameters."""
+    is_compared: bool = False
+    was_used: bool = False
+
+
+class CompiledParts:
+    """A loss function as Dynamo sees it, with graph breaks."""
+
+    def __init__(self, step: GuardedStep) -> None:
+        self.step = step
+        self.parts: list[Part] = []
+        self.failure = ""
+        """Why compiled code is not used any more."""
+        self.is_spoiled = False
+        """Whether compiled code has raised in the present step: it must be dropped."""
+        self.is_at_fault = False
+        """Whether code that was used before gives values that are not finite where torch's kernels do not."""
+        self.is_outdated = False
+        """Whether a parameter was frozen or unfrozen since a part was compiled."""
+        self.num_news = 0
+        """How often something was compiled or compared, so far."""
+        self.error = self.error_of_torch = 0.0
+        """How far gradients were from fp32, at most, relative to their norm: of compiled code, and of torch's kernels
+        in the same part."""
+        self.cause = ""  # the guard that failed last
+        self._is_inside = False
+        context: Any = torch._dynamo.optimize(self._add_part, nopython=False, guard_fail_fn=self._note_cause)
+        name = f"_call_parts_{next(NUMBERS)}"  # as in TracedLoss: entries are kept with the code
+        function = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+        context.callback = PartsCallback(context.callback, self)
+        self._call = context(function)
+
+    def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+        for leaf in list_tensors(batch):
+            if hasattr(leaf, "_dynamo_static_indices"):  # by the tracer of whole steps, which has left this shape out
+                del leaf._dynamo_static_indices
+        self._is_inside = True
+        try:
+            return self._call(loss_fn, batch)
+        finally:
+            self._is_inside = False
+
+    def fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+    def check_again(self) -> None:
+        """Compare every part at its next call."""
+        for part in self.parts:
+            part.is_compared = False
+
+    def _note_cause(self, failure: Any) -> None:
+        self.cause = " ".join(failure.reason.splitlines()[0].split())
+
+    # --- compiling ---
+
+    def _add_part(self, module: GraphModule, examples: list[Any]) -> Code:
+        """Compile one of Dynamo's graphs (this is the backend), and return what Dynamo calls in its place."""
+        self.num_news += 1
+        kept = copy_graph(module)
+        try:
+            code = compile_part(module, examples)
+        except TorchDynamoException:  # Dynamo may ask to trace again
+            raise
+        except Exception as error:
+            self.fail(explain(error))
+            return kept.forward
+        context = TracingContext.get()
+        assert context.fw_metadata is not None
+        infos = context.fw_metadata.input_info[-len(examples) :] if examples else []
+        written = frozenset(k for k, info in enumerate(infos) if info.mutates_data or info.mutates_metadata)
+        if any(isinstance(examples[k], nn.Parameter) for k in written):
+            return kept.forward  # autograd and the guard see writes into weights by their version
+        part = Part(kept, code, written, list_requires_grad(examples, has_numbers=True))
+        self.parts.append(part)
+        return lambda *inputs: self._run(part, inputs)
+
+    def _run(self, part: Part, inputs: Sequence[Any]) -> Any:
+        if list_requires_grad(inputs, has_numbers=True) != part.requires_grad:
+            self.is_outdated = True
+            return part.module.forward(*inputs)
+        if self.failure:
+            return part.module.forward(*inputs)
+        if not part.is_compared:
+            return self._run_compared(part, inputs)
+        part.was_used = True
+        try:
+            return part.code(*inputs)
+        except Exception as error:
+            self.is_spoiled = True  # it may have written into its inputs
+            self.fail(explain(error))
+        return part.module.forward(*inputs)
+
+    # --- comparing ---
+
+    def _run_compared(self, part: Part, inputs: Sequence[Any]) -> Any:
+        """Run torch's kernels, and compare Inductor's code on the side."""
+        self.num_news += 1
+        device = self.step.device
+        given = [one.detach().clone() if k in part.written else one for k, one in enumerate(inputs)]
+        before = read_rng_state(device)
+        outputs = part.module.forward(*inputs)
+        after = read_rng_state(device)
+        for one in outputs:
+            if isinstance(one, Tensor) and one.grad_fn is not None and all(one is not other for other in inputs):
+                one.register_hook(self._refuse_inner_backward)
+        try:
+            part.is_compared = self._compare(part, given, before, after)
+        except Exception as error:
+            self.is_at_fault |= part.was_used and isinstance(error, NotFinite)
+            self.fail(explain(error))
+        finally:
+            restore_rng(after, device)
+        return outputs
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _refuse_inner_backward(self, gradient: Tensor) -> None:
+        if self._is_inside:
+            self.fail("loss_fn takes a gradient itself, and compiled code has no second derivative")
+
+    def _compare(self, part: Part, inputs: Sequence[Any], before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+        """Raise NotTraced if Inductor's code gives other results or gradients than torch's kernels. Return False if
+        those are not finite, which shows nothing."""
+        device, eps = self.step.device, find_eps(self.step)
+
+        def run(code: Code, *, is_exact: bool = False) -> Results:
+            restore_rng(before, device)
+            return run_aside(code, part, inputs, device.type, is_exact=is_exact)
+
+        plain = run(part.module.forward)
+        if not are_finite([*plain.gradients, *(one for one in plain.outputs if one.requires_grad)]):
+            return False
+        compiled = run(part.code)
+        ends = read_rng_state(device)
+        if any(not torch.equal(ends[name], state) for name, state in after.items()):
+            raise NotTraced("the compiled code draws other random numbers")
+        exact: Results | None = None
+        with contextlib.suppress(RuntimeError):  # code that says .to(torch.bfloat16) does not run in fp32
+            exact = run(part.module.forward, is_exact=True)
+        for own in (compiled, exact):
+            if own is not None and own.shapes != plain.shapes:
+                raise NotTraced("the compiled code returns other tensors than torch's kernels")
+        for k, one in enumerate(plain.outputs):
+            judge("results", [one], [compiled.outputs[k]], [exact.outputs[k]] if exact else None, eps)
+        if plain.gradients:
+            errors = judge("gradients", plain.gradients, compiled.gradients, exact.gradients if exact else None, eps)
+            self.error, self.error_of_torch = max((self.error, self.error_of_torch), errors)
+        return True
+
+
+def _call(loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+    return loss_fn(batch)
+
+
+def compile_part(module: GraphModule, examples: Sequence[Any]) -> Code:
+    """Return Inductor's code for one of Dynamo's graphs, forward and backward."""
+    from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
+
+    # With donated buffers the user could not keep an autograd graph.
+    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
+    with torch._functorch.config.patch({**BACKWARD_AS_EAGER, **settings}):
+        return compile_fx(module, examples, config_patches={"fallback_random": True})  # type: ignore[return-value]
+
+
+class PartsCallback:
+    """What Dynamo calls for Python code that it has not traced yet: sets its settings, and keeps its errors."""
+
+    def __init__(self, callback: Any, parts: CompiledParts) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
+        self._parts = parts
+        self._num_versions: dict[CodeType, int] = {}
+
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
+        parts, number = self._parts, self._num_versions.get(frame.f_code, 0) + 1
+        self._num_versions[frame.f_code] = number
+        if parts.failure or number > MAX_VERSIONS:
+            return ConvertFrameReturn(apply_to_code=False)  # run it as it is, this time
+        config: Any = torch._dynamo.config
+        ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+        settings = {
+            "skip_nnmodule_hook_guards": False,
+            "record_runtime_overhead": False,
+            "trace_numpy": False,  # traced, its random numbers would be torch's, and its numbers tensors in float64
+            "allow_unspec_int_on_nn_module": True,  # a module that counts its calls gets no new code at every step
+            "recompile_limit": 2 * MAX_VERSIONS,
+            "accumulated_recompile_limit": 64 * MAX_VERSIONS,
+            ignored: getattr(config, ignored) | find_library_logs(),
+        }
+        level = logging.root.manager.disable
+        try:
+            logging.disable(logging.WARNING)  # hints on how to avoid graph breaks
+            with config.patch(settings):
+                return self._torchdynamo_orig_backend(frame, *arguments)
+        except Exception as error:
+            parts.fail(explain(error))
+            return ConvertFrameReturn(apply_to_code=False)
+        finally:
+            logging.disable(level)
+
+
+# --- runs on the side ---
+
+
+@dataclass
+class Results:
+    """What a part returns and leaves in its inputs, and the gradients of its inputs. Tensors only."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        return [one.shape for one in (*self.outputs, *self.gradients)]
+
+
+def run_aside(code: Code, part: Part, inputs: Sequence[Any], device_type: str, *, is_exact: bool) -> Results:
+    """Run a part forward and backward, on inputs of its own, with fp32 in place of half precision if it is exact."""
+    leaves, given = [], list(inputs)
+    for k, one in enumerate(inputs):
+        if not isinstance(one, Tensor):
+            continue
+        is_half = one.dtype in (torch.float16, torch.bfloat16)
+        leaf = one.detach().float() if is_exact and is_half else one.detach()
+        given[k] = leaf.requires_grad_(part.requires_grad[k])
+        if k in part.written:
+            given[k] = leaf.clone()  # a copy for each run, and no leaf, into which autograd allows no writing
+        if leaf.requires_grad:
+            leaves.append(leaf)
+    with torch.autocast(device_type, enabled=False) if is_exact else contextlib.nullcontext():
+        found = [one for one in code(*given) if isinstance(one, Tensor)]
+    outputs = [one for one in found if one.requires_grad]
+    gradients: Sequence[Tensor | None] = ()
+    if outputs and leaves:
+        # Signs are exact in every format.
+        generator = torch.Generator(outputs[0].device).manual_seed(0)
+        signs = [
+            torch.randint(0, 2, o.shape, generator=generator, device=o.device).to(o.dtype) * 2 - 1 for o in outputs
+        ]
+        with torch.autocast(device_type, enabled=False):
+            gradients = torch.autograd.grad(outputs, leaves, signs, allow_unused=True)
+    return Results([*found, *(given[k] for k in sorted(part.written))], [g for g in gradients if g is not None])
+
+
+@torch.no_grad()
+def judge(
+    what: str, plain: list[Tensor], compiled: list[Tensor], exact: list[Tensor] | None, eps: float
+) -> tuple[float, float]:
+    """Raise NotTraced if compiled code is further from fp32 than ERROR times torch's kernels, and than one rounding in
+    the format of the step. Return both distances, relative to the norm. Where nothing runs in fp32, or torch's kernels
+    are far from it because they draw other random numbers there, compiled code is compared with them."""
+    if not plain[0].is_floating_point():  # indices, masks: near ties may be decided differently
+        apart = float((plain[0] != compiled[0]).float().mean()) if plain[0].numel() else 0.0
+        if apart > MOST_APART:
+            raise NotTraced(f"{apart:.2g} of the compiled code's indices or masks differ")
+        return 0.0, 0.0
+    are_numbers = [one.isfinite() for one in plain]  # a mask holds -inf
+    own, other, true = (
+        [torch.where(is_number, one.float(), 0.0) for one, is_number in zip(tensors, are_numbers, strict=True)]
+        for tensors in (plain, compiled, plain if exact is None else exact)
+    )
+    if not are_finite(other):
+        raise NotFinite(f"the compiled code's {what} are not finite where those of torch's kernels are")
+    size = float(get_total_norm(own))
+    of_plain, of_compiled = (float(get_total_norm(subtract(one, true))) for one in (own, other))
+    if exact is None or not of_plain <= MOST_APART * size:
+        of_plain, of_compiled = 0.0, float(get_total_norm(subtract(other, own)))
+        allowed = MOST_APART * size
+    else:
+        allowed = ERROR * of_plain + max(ROUNDING, eps) * size
+    if not of_compiled <= allowed:
+        off = f"{of_compiled / max(size, 1e-30):.2g}, those of torch's kernels by {of_plain / max(size, 1e-30):.2g}"
+        raise NotTraced(f"the compiled code's {what} are off by {off}")
+    return (of_compiled / size, of_plain / size) if size else (0.0, 0.0)

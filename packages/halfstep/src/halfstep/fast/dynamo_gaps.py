@@ -1,0 +1,208 @@
+"""Let Dynamo trace what it refuses or traces differently from eager code, where that can be avoided.
+
+`fill_gaps` is active only while a loss function of hs.Step is traced, so a user's own torch.compile is as it was:
+
+- *Libraries that ask whether they are compiled* take another path then: transformers leaves out an attention mask that
+  masks nothing, but only in eager code, and another kernel draws other dropout numbers. If code cannot be traced, or
+  does not equal the eager step, it is traced once more, and code outside of torch and halfstep is told that it is not
+  compiled. Not at first: the eager path may be a loop over time, where compiled code calls one operation.
+- *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
+  number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
+- `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing needs it. No weight
+  gets another gradient from it.
+
+The generators are left to traced.py: what is drawn and not used must still be drawn in a replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from halfstep.our_code import OURS
+
+RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
+KNOWING = (f"{Path(torch.__file__).parent}/", *OURS)
+"""Folders of code that takes the right path for Dynamo: torch and halfstep."""
+QUESTIONS: tuple[Any, ...] = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_exporting,
+    torch._dynamo.external_utils.is_compiling,
+    torch._utils.is_compiling,
+)
+"""How a library asks whether it is compiled."""
+ENDS = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
+JUMPS = [name for name in dis.opmap if "JUMP" in name and name.endswith(ENDS)]
+TRANSLATORS = (
+    symbolic_convert.InstructionTranslator,
+    symbolic_convert.InliningInstructionTranslator,
+    symbolic_convert.InliningGeneratorInstructionTranslator,
+)
+NAMESPACES = (torch, torch.nn.functional, operator)
+BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+"""Functions that read the shape of a tensor, and not its values."""
+
+
+class Questions:
+    """Whether code is told that it is not compiled, and whether any has asked."""
+
+    def __init__(self) -> None:
+        self.are_denied, self.was_asked = False, False
+
+    @property
+    def are_open(self) -> bool:
+        """True if another answer would trace other code."""
+        return self.was_asked and not self.are_denied
+
+
+@contextlib.contextmanager
+def fill_gaps(questions: Questions) -> Iterator[None]:
+    """Let Dynamo trace more while this is active."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    answers = {one: deny(handlers[one], questions) for one in QUESTIONS}
+    around = {**dict.fromkeys(JUMPS, jump_if_known), "STORE_ATTR": require_or_store}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(handlers, answers))
+        for translator in TRANSLATORS:
+            table: list[Any] = list(translator.dispatch_table)
+            for name, wrap in around.items():
+                handler: Any = table[dis.opmap[name]]
+                table[dis.opmap[name]] = wrap(handler)
+            stack.enter_context(mock.patch.object(translator, "dispatch_table", table))
+        method = require_grad(TensorVariable.method_requires_grad_)
+        stack.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
+        yield
+
+
+# --- libraries that ask whether they are compiled ---
+
+
+def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any]:
+    """Return a handler that says no to code outside of torch."""
+
+    def answer(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
+        is_library = not tx.f_code.co_filename.startswith(KNOWING)
+        questions.was_asked |= is_library
+        if is_library and questions.are_denied:
+            return ConstantVariable.create(False)
+        return handler(variable, tx, *arguments, **named)
+
+    return answer
+
+
+# --- branches whose way is known ---
+
+
+def jump_if_known(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the truth of a tensor in its place before Dynamo jumps by it, if it is the same in every step."""
+
+    def jump(tx: Any, instruction: Any) -> None:
+        value, num_values = tx.stack[-1].realize(), len(tx.stack)
+        truth = find_truth(value.as_proxy().node) if isinstance(value, TensorVariable) else None
+        if truth is not None:
+            tx.stack[-1] = ConstantVariable.create(truth)
+        handler(tx, instruction)
+        if truth is not None and len(tx.stack) == num_values:  # it is the value of `a and b`
+            tx.stack[-1] = value
+
+    return jump
+
+
+def find_truth(node: Node) -> bool | None:
+    """Return whether a tensor is true, or None if that may change from step to step."""
+    if node.target in (operator.lt, operator.le, operator.gt, operator.ge):
+        ends = [find_ends(one) for one in node.args]
+        if all(ends):
+            # Monotonous in the random number: if both ends of [0, 1) agree, so does what is between them.
+            found = {node.target(low, high) for low in ends[0] for high in ends[1]}
+            return found.pop() if len(found) == 1 else None
+    with _disable_current_modes():  # real tensors, not the fake ones of the trace
+        value = compute_constant(node)
+    return bool(value) if value is not None and value.numel() == 1 else None
+
+
+def find_ends(one: Any) -> tuple[float, ...]:
+    """Return the smallest and the largest value of a number in a comparison; empty if they are unknown."""
+    if not isinstance(one, Node):
+        return (one,) if isinstance(one, int | float) else ()
+    is_rand = one.target is torch.rand and not one.all_input_nodes and is_untouched(one)
+    return (0.0, 1.0 - 2.0**-24) if is_rand and one.meta["example_value"].numel() == 1 else ()
+
+
+def is_untouched(node: Node) -> bool:
+    """True if a tensor, or a view of it, was not written."""
+    example = node.meta.get("example_value")
+    return isinstance(example, Tensor) and example._version == 0
+
+
+def compute_constant(node: Node) -> Tensor | None:
+    """Return the value of a node that depends on constants alone; None if it may change, or was written."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_torchs = node.op == "call_function" and any(getattr(one, name, None) is node.target for one in NAMESPACES)
+    if not (is_torchs or node.op == "call_method") or not is_untouched(node) or is_random(name):
+        return None
+    values: dict[Node, Tensor] = {}
+    for one in node.all_input_nodes:
+        if name in BY_SHAPE and one is node.args[0]:
+            example = one.meta["example_value"]
+            value: Tensor | None = torch.empty(example.shape, dtype=example.dtype, device=example.device)
+        else:
+            value = compute_constant(one)
+        if value is None:
+            return None
+        values[one] = value
+    arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
+    target: Any = getattr(Tensor, name) if node.op == "call_method" else node.target
+    found = target(*arguments, **named)
+    return found if isinstance(found, Tensor) else None
+
+
+def is_random(name: str) -> bool:
+    """True for the name of an operation that draws random numbers."""
+    return any(part in name for part in RANDOM)
+
+
+# --- x.requires_grad = True ---
+
+
+def require_grad(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `requires_grad_` for a tensor that the traced code makes. Nothing is added to the graph: this only lets
+    autograd compute a gradient that no weight needs, and that nothing traced can read."""
+
+    def requires_grad_(variable: Any, tx: Any, requires_grad: Any = True) -> Any:
+        is_wanted = requires_grad is True or requires_grad.as_python_constant()
+        if variable.source is not None or not is_wanted:
+            return method(variable, tx, requires_grad)
+        variable.as_proxy().node.meta["example_value"].requires_grad_()
+        variable.requires_grad = True
+        return variable
+
+    return requires_grad_
+
+
+def require_or_store(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Treat `x.requires_grad = True` as `x.requires_grad_()`."""
+
+    def store(tx: Any, instruction: Any) -> None:
+        owner = tx.stack[-1].realize()
+        if instruction.argval == "requires_grad" and isinstance(owner, TensorVariable):
+            value, _ = tx.popn(2)
+            owner.method_requires_grad_(tx, value)
+        else:
+            handler(tx, instruction)
+
+    return store

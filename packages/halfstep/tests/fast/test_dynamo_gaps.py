@@ -1,0 +1,100 @@
+"""What is put in Dynamo's way while a loss function is traced: it is gone afterwards, and only decides what is certain.
+
+python_values.py has loops that need it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+import python_values
+from halfstep.fast import dynamo_gaps, traced
+from replay_stand_in import replays_on_cpu
+
+
+def read_hooks() -> list[Any]:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    tables = [list(one.dispatch_table) for one in dynamo_gaps.TRANSLATORS]
+    questions = [handlers[one] for one in dynamo_gaps.QUESTIONS]
+    return [tables, questions, TensorVariable.method_requires_grad_]
+
+
+def test_the_users_own_compiler_is_as_it_was() -> None:
+    before = read_hooks()
+    with replays_on_cpu():
+        for name in ("eager_path", "layer_drop_by_chance"):
+            python_values.assert_same(name, torch.device("cpu"))
+    assert read_hooks() == before
+
+    def compiled(x: Tensor) -> Tensor:
+        return x * 2 if torch.compiler.is_compiling() else x
+
+    run: Any = torch.compile(compiled, backend="eager", fullgraph=True)
+    assert run(torch.ones(())) == 2
+
+    def branching(x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0 else x + 1
+
+    refused: Any = torch.compile(branching, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        refused(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("condition", "truth"),
+    [
+        (lambda x: torch.rand([]) < 0, False),
+        (lambda x: torch.rand([]) >= 0, True),
+        (lambda x: torch.rand(1) < 1.0, True),
+        (lambda x: torch.rand([]) <= 0, None),
+        (lambda x: torch.rand([]) < 0.999, None),
+        (lambda x: torch.rand([]) < x.sum(), None),
+        (lambda x: torch.rand([]).mul_(2) >= 1, None),
+        (lambda x: torch.randn([]) < 0, None),
+        (lambda x: torch.zeros(3).any(), False),
+        (lambda x: (torch.arange(3) == torch.tensor([0, 1, 2])).all(), True),
+        (lambda x: x.new_zeros(2).sum() == 0, True),
+        (lambda x: torch.ones(2).mul_(x).all(), None),
+        (lambda x: (x == x).all(), None),
+    ],
+)
+def test_only_certain_branches_are_decided(condition: Any, truth: bool | None) -> None:
+    graphs = list[torch.fx.GraphModule]()
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    run: Any = torch.compile(condition, backend=keep, fullgraph=True)
+    run(torch.ones(2))
+    outputs: Any = graphs[0].graph.output_node().args[0]
+    assert dynamo_gaps.find_truth(outputs[0]) is truth
+
+
+def test_draws_on_the_host_advance_its_generator() -> None:
+    """Find what a model on a GPU draws on the CPU."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def draw(x: Tensor) -> Tensor:
+        torch.rand([])
+        torch.randint(0, 9, (3,))
+        return x + 1
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    torch.compile(draw, backend=keep, fullgraph=True)(torch.ones(2))
+    torch.manual_seed(0)
+    draw(torch.ones(2))
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert not traced.find_host_draws(graphs[0], torch.device("cpu"))
+    for one in traced.find_host_draws(graphs[0], torch.device("cuda")):
+        one()
+    assert torch.equal(torch.get_rng_state(), state)
