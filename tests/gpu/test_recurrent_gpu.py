@@ -72,7 +72,7 @@ def test_a_hidden_state_is_carried_from_batch_to_batch() -> None:
         model.register_buffer("state", torch.zeros(1, 16, device=device))
 
         def loss_fn(batch: Any) -> Tensor:
-            output, state = model["layers"](batch[0], model.state)
+            output, state = model["layers"](batch[0], model.state.clone())
             model.state.copy_(state.detach())
             return F.cross_entropy(model["head"](output), batch[1])
 

@@ -193,5 +193,5 @@ def test_an_optimizer_that_raises_between_its_groups_says_that_weights_may_be_ha
         step(lambda x: model(x).square().mean(), [torch.randn(8, 4)])
     assert not torch.equal(model[0].bias, before)
     (note,) = error.value.__notes__
-    assert "FailingBetweenGroups may have stepped some of its parameters" in note
+    assert "FailingBetweenGroups may have updated some of its parameters" in note
     assert "may be between two steps" in note

@@ -218,7 +218,7 @@ def test_fp8_is_for_linear_layers_with_sides_of_sixteen() -> None:
 def test_fp8_that_no_layer_can_take_is_called_bf16_and_no_force_is_offered(simulate: bool) -> None:
     plan = decide("fp8", HOPPER, nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(10, 10)), simulate=simulate)
     assert (plan.granted, plan.simulated) == ("bf16", simulate)
-    assert "has no layer that can take fp8" in plan.warnings[0]
+    assert "has no layer that supports fp8" in plan.warnings[0]
     assert "force" not in plan.warnings[0]
 
 

@@ -292,7 +292,7 @@ def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: boo
 
 
 @pytest.mark.parametrize(
-    ("wrap", "instead"), [(hs.per_step, "by itself"), (hs.per_epoch, r"step.epoch_ended\(\) instead")]
+    ("wrap", "instead"), [(hs.per_step, "the step advances it"), (hs.per_epoch, r"step.epoch_ended\(\) instead")]
 )
 @pytest.mark.parametrize("is_chained", [False, True])
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")

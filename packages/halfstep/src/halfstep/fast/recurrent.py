@@ -87,7 +87,8 @@ def _compute(x: Tensor, states: list[Tensor], weights: list[Tensor], layout: Lay
     first, cell = _split_states(states)
     settings = _list_settings(states, layout)
     with ignore_warning():
-        return list(torch.ops.aten._cudnn_rnn(x, weights, layout[1], None, first, cell, *settings))
+        # Not torch.ops.aten: a warning of its operators appears when its caller's caller returns.
+        return list(torch._cudnn_rnn(x, weights, layout[1], None, first, cell, *settings))
 
 
 @contextlib.contextmanager
@@ -104,9 +105,10 @@ def _compute_gradients(
     """Return the gradients of x, of the states and of the weights. `kept` are output, reserve and the weights as one
     tensor; `gradients` those of output and last states."""
     output, reserve, buffer = kept
+    wanted = [True, True, len(states) > 1, True]
     of_x, of_first, of_cell, of_weights = torch.ops.aten._cudnn_rnn_backward(
         x, weights, layout[1], buffer, *_split_states(states), output, gradients[0], *_split_states(gradients[1:]),
-        *_list_settings(states, layout), reserve, [True] * 4,
+        *_list_settings(states, layout), reserve, wanted,
     )  # fmt: skip
     # cuDNN gives views of one tensor, and the results of an operator must not share memory.
     return [of_x, of_first, *[of_cell][: len(states) - 1], *(gradient.clone() for gradient in of_weights)]

@@ -158,6 +158,8 @@ class CommitUndo:
             own.update((k, copy.deepcopy(v)) for k, v in own.items() if isinstance(v, list | dict))
         state = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
         self.held = get_locals([*parameters, *state])
+        self.memory: Memory
+        self.snapshot: Snapshot
         if last is not None and are_same_objects(self.held, last.held) and not last.memory.has_changed():
             self.memory, self.snapshot = last.memory, last.snapshot
         else:
