@@ -151,6 +151,7 @@ class FromConfig:
     strict: bool = False
     simulate: bool = False
     force: bool = False
+    fp8_recipe: str = "tensorwise"
 
 
 def test_a_config_object_is_a_request() -> None:
