@@ -619,10 +619,11 @@ class FastPath:
                 state.compare_gradients(eager[0], runs)
             except ReplayDiffers as error:
                 reason = f"the traced code does not equal the eager step: {error}"
-        if reason and tracer.take_eager_path():
+        if reason and tracer.take_eager_path(reason):
             return True
         if reason:
-            raise NotTraced(reason)
+            raise NotTraced(tracer.reason)
+        tracer.reason = ""
         for call in trial.calls:
             call.entry.is_compared = True
         for level in self.levels:
