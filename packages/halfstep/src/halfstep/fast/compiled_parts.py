@@ -89,7 +89,7 @@ class CompiledParts:
         """Whether compiled code makes the present step, or torch's kernels do."""
         self.plain_s = self.compiled_s = 0.0
         """What the parts of the present step take with torch's kernels, and with Inductor's code."""
-        self._weights: dict[int, Tensor] = {}  # of parts with an autograd graph, in the present step
+        self._differentiated: set[int] = set()  # identities of what parts with an autograd graph read in this step
         self.num_news = 0
         """How often something was compiled or compared, so far."""
         self.error = self.error_of_torch = 0.0
@@ -115,11 +115,11 @@ class CompiledParts:
 
     def start_step(self, *, is_used: bool) -> None:
         self.is_used, self.plain_s, self.compiled_s = is_used, 0.0, 0.0
-        self._weights.clear()
+        self._differentiated.clear()
 
     def find_without_gradient(self) -> list[Tensor]:
         """Return the weights to which autograd gave no gradient in this step, and compiled code would give zeros."""
-        return [weight for weight in self._weights.values() if weight.grad is None]
+        return [p for p in self.step.find_trained_parameters() if p.grad is None and id(p) in self._differentiated]
 
     def fail(self, reason: str) -> None:
         self.failure = self.failure or reason
@@ -164,8 +164,7 @@ class CompiledParts:
         self.plain_s += part.plain_s
         self.compiled_s += part.compiled_s
         if any(isinstance(one, Tensor) and one.requires_grad for one in outputs):
-            weights = (one for one in inputs if isinstance(one, nn.Parameter) and one.requires_grad)
-            self._weights.update((id(one), one) for one in weights)
+            self._differentiated.update(map(id, inputs))
         return outputs
 
     def _run_used(self, part: Part, inputs: Sequence[Any]) -> Any:

@@ -61,7 +61,7 @@ class PartsTrial:
         self.path, self.stage = path, Stage.EAGER if path.asked in ("auto", "compile") else Stage.REFUSED
         self.parts: CompiledParts | None = None
         self.flags: object = None
-        """The backend flags for which `parts` were compiled."""
+        """The backend flags and frozen weights for which `parts` were compiled."""
         self.num_eager = self.num_compared = self.num_quiet = self.num_renewals = 0
         self.eager_s: list[float] = []
         self.compiled_s: list[float] = []  # of steps
@@ -129,7 +129,7 @@ class PartsTrial:
         after_s, before_s = parts.compiled_s, parts.plain_s
         times = f"its parts take {after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
         self._open_history(window).write(self.compiling_s, max(0.0, 1 - after_s / max(before_s, 1e-9)))
-        if after_s > MOST_SHARE * before_s:
+        if after_s >= MOST_SHARE * before_s:
             self._refuse(times)
             return
         self.stage = Stage.TIMED
