@@ -206,8 +206,6 @@ class FastPath:
         self.reason = "fast='off'" if asked == "off" else self._find_obstacle()
         self.state = State.EAGER if self.reason else START[asked]
         self.parts = PartsTrial(self)
-        if self.reason and self.parts.is_open and self.reason == self._find_recurrent():
-            self.state = State.PARTS
         self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
         self.shapes: dict[Key, Shape] = {}
         self.level = self.make_level("aten")
@@ -810,7 +808,7 @@ class FastPath:
             return "the precision is simulated"
         if self.has_global_hooks:
             return "a global module hook is registered"
-        if recurrent := self._find_recurrent():
+        if recurrent := self.find_recurrent():
             return recurrent
         gradients = (parameter.grad for parameter in step.find_trained_parameters())
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
@@ -820,7 +818,7 @@ class FastPath:
     def has_global_hooks(self) -> bool:
         return any(GLOBAL_HOOKS)
 
-    def _find_recurrent(self) -> str:
+    def find_recurrent(self) -> str:
         """Return why recurrent layers are not captured; empty if they are. An attempt to trace dropout between layers
         would change cuDNN's masks."""
         layers = {name: one for name, one in self.step.model.named_modules() if isinstance(one, nn.RNNBase)}

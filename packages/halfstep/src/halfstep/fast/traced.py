@@ -44,6 +44,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node, has_side_effect
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
@@ -142,7 +143,7 @@ class TracedLoss:
                     result = None
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:  # the latter comes as itself in torch 2.11
             if not self.take_eager_path(explain(error)):
                 if not self._callback.questions.trust_last():
                     raise NotTracedWhole(self.reason) from None
