@@ -45,7 +45,7 @@ def test_loops_train_like_eager_ones(name: str) -> None:
     if name in MAY_STAY_EAGER:
         found = train(LOOPS[name], CUDA, "graph")
         assert_same_history(found, train(LOOPS[name], CUDA, "off"))
-        assert (found.step.mode == "eager") == bool(found.why_eager)
+        assert (found.step.mode in ("eager", "compile")) == bool(found.why_eager)
     else:
         assert_same(name, CUDA)
 
@@ -251,6 +251,6 @@ def test_a_detector_that_cannot_be_traced_trains_eagerly(mode: Any) -> None:
         outcomes = [step(loss_fn, [(images, boxes, labels)]) for _ in range(8)]
         assert all(outcome.committed for outcome in outcomes)
         losses.append(torch.tensor([outcome.loss for outcome in outcomes]))
-    assert (step.mode == "eager") == bool(step._fast.why_eager)
+    assert (step.mode in ("eager", "compile")) == bool(step._fast.why_eager)
     # Small updates from one start: noise of atomics grows little in eight steps.
     torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.0)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.fast.parts_trial import BLOCK, NUM_BLOCKS, Stage
+from halfstep.fast.parts_trial import NUM_TIMED, Stage
 
 pytestmark = pytest.mark.gpu
-TRIAL_STEPS = 12 + BLOCK * NUM_BLOCKS
+TRIAL_STEPS = 12 + 2 * NUM_TIMED
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,9 @@ class Tall(nn.Module):
         return self.head(hidden)
 
 
-def train(make: Callable[[], nn.Module], get_loss: Any, mode: Any, num_steps: int, lengths: list[int]) -> Any:
+def train(
+    make: Callable[[], nn.Module], get_loss: Any, mode: Any, num_steps: int, lengths: list[int], *, counts: bool = True
+) -> Any:
     """Train, and return the losses, the step, how often the loss function ran, and the state of the generator."""
     torch.manual_seed(0)
     model = make().cuda()
@@ -82,7 +84,8 @@ def train(make: Callable[[], nn.Module], get_loss: Any, mode: Any, num_steps: in
     calls: list[int] = []
 
     def loss_fn(batch: Tensor) -> Tensor:
-        calls.append(len(batch))
+        if counts:  # a list that grows is traced again at every step, and so not captured
+            calls.append(len(batch))
         loss: Tensor = get_loss(model, batch)
         return loss
 
@@ -118,22 +121,23 @@ def test_code_that_cannot_be_captured(make: Any, get_loss: Any, capsys: pytest.C
     found, step, num_calls, rng = train(make, get_loss, "compile", num_steps, [128])
     said = capsys.readouterr().err
     assert step._fast.parts.stage in (Stage.USED, Stage.REFUSED), said
-    assert ("halfstep: compiled in parts: " in said) == (step.mode == "compile")
     assert step.mode == "compile" or "ms without" in said, f"refused for another reason than its time: {said}"
     assert num_calls == num_steps
     expected, _, _, expected_rng = train(make, get_loss, "off", num_steps, [128])
     assert torch.equal(rng, expected_rng), "the same random numbers were drawn"
+    if "halfstep: compiled in parts: " not in said:
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, msg=said)
     torch.testing.assert_close(found[-8:].mean(), expected[-8:].mean(), rtol=0.05, atol=0.02)
 
 
 def test_twelve_lengths_with_four_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [64 + 8 * k for k in range(12)]
     num_steps = 60 + 2 * TRIAL_STEPS
-    found, step, _, _ = train(Tall, predict, "compile", num_steps, lengths)
+    found, step, _, _ = train(Tall, predict, "compile", num_steps, lengths, counts=False)
     said = capsys.readouterr().err
-    assert step.mode == "compile+graph"
-    assert "shapes without a graph" in said
+    assert step.mode == "compile+graph", f"{step._fast.state}, {step._fast.parts.stage}: {said}"
+    assert "shapes without a graph" in said, said
     assert step._fast.parts.stage is Stage.USED, said
-    assert len(step._fast.parts.parts.parts) <= 3, "one part takes all lengths"
-    expected, _, _, _ = train(Tall, predict, "off", num_steps, lengths)
+    assert len(step._fast.parts.parts.parts) <= 3, f"one part takes all lengths: {said}"
+    expected, _, _, _ = train(Tall, predict, "off", num_steps, lengths, counts=False)
     torch.testing.assert_close(found[-24:].mean(), expected[-24:].mean(), rtol=0.05, atol=0.02)

@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -347,6 +348,57 @@ def refused_path(device: torch.device) -> Loop:
     return Loop(model, loss_fn)
 
 
+def is_compiled() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def is_captured() -> bool:
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # torch without CUDA
+        return False
+
+
+class Setting:
+    """A variable of a library that can be traced only where it is told that it is compiled."""
+
+    def __init__(self) -> None:
+        self.in_context, self.value = ContextVar("setting", default=0), 0
+
+    def set(self, value: int) -> None:
+        if is_compiled():
+            self.value = value
+        else:
+            self.in_context.set(value)
+
+
+def context_variable(device: torch.device) -> Loop:
+    """Set a variable on its compiled path, and leave out a mask that masks nothing on the eager path."""
+    model, setting = make_model(device), Setting()
+
+    def loss_fn(batch: Any) -> Tensor:
+        setting.set(1)
+        mask = torch.ones_like(batch[1], dtype=torch.bool)[:, None]
+        if not is_compiled() and not is_captured() and mask.all():
+            return get_loss(model, batch)
+        return get_loss(model, (F.dropout(batch[0]) * mask, batch[1]))
+
+    return Loop(model, loss_fn)
+
+
+def no_path(device: torch.device) -> Loop:
+    """Take a path that cannot be traced where the code is compiled, and have no other that equals the eager step."""
+    model, setting = make_model(device), Setting()
+
+    def loss_fn(batch: Any) -> Tensor:
+        if is_compiled() and batch[1].max() > 2:
+            raise ValueError("no such class")
+        setting.set(1)
+        return get_loss(model, (F.dropout(batch[0]) if setting.value else batch[0], batch[1]))
+
+    return Loop(model, loss_fn, "Data-dependent")
+
+
 def mask_of_constants(device: torch.device) -> Loop:
     """Leave out a mask that masks nothing."""
     model = make_model(device)
@@ -537,8 +589,8 @@ CASES: dict[str, Callable[[torch.device], Loop]] = {
         batch_in_place,
         nested_dict, dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch,
         numpy_in_closure, tensor_made_outside, batch_in_closure, batch_on_the_host, custom_op, lstm,
-        layer_drop, layer_dropped_later, eager_path, refused_path, mask_of_constants, mask_written,
-        inputs_require_grad, spectral_norm,
+        layer_drop, layer_dropped_later, eager_path, refused_path, context_variable, no_path,
+        mask_of_constants, mask_written, inputs_require_grad, spectral_norm,
     )
 } | {"layer_drop_by_chance": functools.partial(layer_drop, probability=0.5)}  # fmt: skip
 

@@ -27,7 +27,7 @@ def read_hooks() -> list[Any]:
 def test_the_users_own_compiler_is_as_it_was() -> None:
     before = read_hooks()
     with replays_on_cpu():
-        for name in ("eager_path", "layer_drop_by_chance"):
+        for name in ("context_variable", "layer_drop_by_chance"):
             python_values.assert_same(name, torch.device("cpu"))
     assert read_hooks() == before
 

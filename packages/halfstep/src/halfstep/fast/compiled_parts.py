@@ -3,10 +3,11 @@
 This is `torch.compile` with graph breaks and a backend of our own: the user's Python code runs at every step, once per
 micro-batch, and calls what was compiled between two breaks, a `Part`. Lengths that change become dynamic shapes.
 
-No part is used before it was compared. At its first call torch's kernels compute what training uses. On the side
-Inductor's code runs on the same inputs and random numbers, forward and backward, and is compared with torch's kernels
-and with fp32. So the user's code runs once, and a part that is refused has changed nothing. Inductor draws torch's
-random numbers (`fallback_random`): they can be compared, and generators end where they would without it.
+No part is used before it was compared, and before it is known to pay (parts_trial.py). At its first call torch's
+kernels compute what training uses. On the side Inductor's code runs on the same inputs and random numbers, forward and
+backward, and is compared with torch's kernels and with fp32; both are timed. So the user's code runs once, and a part
+that is refused has changed nothing. Inductor draws torch's random numbers (`fallback_random`): they can be compared,
+and generators end where they would without it.
 
 Errors of the compiler do not reach the user's code: Dynamo's leave a frame to Python, Inductor's a part to torch's
 kernels. If compiled code that was already used raises, the caller drops the step (parts_trial.py), because the user's
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -36,7 +38,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep.fast.certificate import find_eps, subtract
 from halfstep.fast.compiled_trial import ERROR, MOST_APART, ROUNDING
-from halfstep.fast.traced import copy_graph, explain, find_library_logs, list_requires_grad
+from halfstep.fast.traced import copy_graph, explain, find_library_logs
 from halfstep.fast.windows import Code, NotTraced, are_finite, list_tensors
 from halfstep.precision.contexts import BACKWARD_AS_EAGER
 from halfstep.step.facts import read_rng_state, restore_rng
@@ -44,6 +46,9 @@ from halfstep.step.step import GuardedStep
 
 MAX_VERSIONS = 8
 """Of one Python function, by guards: where more are needed, as for a list that grows, it runs as it is."""
+
+NUM_RUNS = 4
+"""Of each kind of code, to time it."""
 
 NUMBERS = itertools.count()
 
@@ -61,8 +66,9 @@ class Part:
     code: Code
     written: frozenset[int]
     """Inputs that the graph writes into."""
-    requires_grad: list[bool]
-    """Which inputs required a gradient when it was compiled: torch does not guard that for parameters."""
+    plain_s: float = 0.0
+    compiled_s: float = 0.0
+    """What one call takes with torch's kernels, and with Inductor's code, forward and backward."""
     is_compared: bool = False
     was_used: bool = False
 
@@ -79,8 +85,11 @@ class CompiledParts:
         """Whether compiled code has raised in the present step: it must be dropped."""
         self.is_at_fault = False
         """Whether code that was used before gives values that are not finite where torch's kernels do not."""
-        self.is_outdated = False
-        """Whether a parameter was frozen or unfrozen since a part was compiled."""
+        self.is_used = False
+        """Whether compiled code makes the present step, or torch's kernels do."""
+        self.plain_s = self.compiled_s = 0.0
+        """What the parts of the present step take with torch's kernels, and with Inductor's code."""
+        self._differentiated: set[int] = set()  # identities of what parts with an autograd graph read in this step
         self.num_news = 0
         """How often something was compiled or compared, so far."""
         self.error = self.error_of_torch = 0.0
@@ -103,6 +112,14 @@ class CompiledParts:
             return self._call(loss_fn, batch)
         finally:
             self._is_inside = False
+
+    def start_step(self, *, is_used: bool) -> None:
+        self.is_used, self.plain_s, self.compiled_s = is_used, 0.0, 0.0
+        self._differentiated.clear()
+
+    def find_without_gradient(self) -> list[Tensor]:
+        """Return the weights to which autograd gave no gradient in this step, and compiled code would give zeros."""
+        return [p for p in self.step.find_trained_parameters() if p.grad is None and id(p) in self._differentiated]
 
     def fail(self, reason: str) -> None:
         self.failure = self.failure or reason
@@ -134,18 +151,23 @@ class CompiledParts:
         written = frozenset(k for k, info in enumerate(infos) if info.mutates_data or info.mutates_metadata)
         if any(isinstance(examples[k], nn.Parameter) for k in written):
             return kept.forward  # autograd and the guard see writes into weights by their version
-        part = Part(kept, code, written, list_requires_grad(examples, has_numbers=True))
+        part = Part(kept, code, written)
         self.parts.append(part)
         return lambda *inputs: self._run(part, inputs)
 
     def _run(self, part: Part, inputs: Sequence[Any]) -> Any:
-        if list_requires_grad(inputs, has_numbers=True) != part.requires_grad:
-            self.is_outdated = True
-            return part.module.forward(*inputs)
         if self.failure:
             return part.module.forward(*inputs)
-        if not part.is_compared:
-            return self._run_compared(part, inputs)
+        if not (is_new := not part.is_compared) and self.is_used:
+            return self._run_used(part, inputs)
+        outputs = self._run_compared(part, inputs) if is_new else part.module.forward(*inputs)
+        self.plain_s += part.plain_s
+        self.compiled_s += part.compiled_s
+        if any(isinstance(one, Tensor) and one.requires_grad for one in outputs):
+            self._differentiated.update(map(id, inputs))
+        return outputs
+
+    def _run_used(self, part: Part, inputs: Sequence[Any]) -> Any:
         part.was_used = True
         try:
             return part.code(*inputs)
@@ -188,7 +210,7 @@ class CompiledParts:
 
         def run(code: Code, *, is_exact: bool = False) -> Results:
             restore_rng(before, device)
-            return run_aside(code, part, inputs, device.type, is_exact=is_exact)
+            return run_aside(code, part, inputs, device, is_exact=is_exact)
 
         plain = run(part.module.forward)
         if not are_finite([*plain.gradients, *(one for one in plain.outputs if one.requires_grad)]):
@@ -208,6 +230,8 @@ class CompiledParts:
         if plain.gradients:
             errors = judge("gradients", plain.gradients, compiled.gradients, exact.gradients if exact else None, eps)
             self.error, self.error_of_torch = max((self.error, self.error_of_torch), errors)
+        part.plain_s = measure(lambda: run(part.module.forward))
+        part.compiled_s = measure(lambda: run(part.code))
         return True
 
 
@@ -270,13 +294,25 @@ class Results:
 
     outputs: list[Tensor]
     gradients: list[Tensor]
+    seconds: float
 
     @property
     def shapes(self) -> list[torch.Size]:
         return [one.shape for one in (*self.outputs, *self.gradients)]
 
 
-def run_aside(code: Code, part: Part, inputs: Sequence[Any], device_type: str, *, is_exact: bool) -> Results:
+def measure(run: Callable[[], Results]) -> float:
+    """Return the seconds of a run."""
+    return min(run().seconds for _ in range(NUM_RUNS))
+
+
+def read_clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def run_aside(code: Code, part: Part, inputs: Sequence[Any], device: torch.device, *, is_exact: bool) -> Results:
     """Run a part forward and backward, on inputs of its own, with fp32 in place of half precision if it is exact."""
     leaves, given = [], list(inputs)
     for k, one in enumerate(inputs):
@@ -284,13 +320,15 @@ def run_aside(code: Code, part: Part, inputs: Sequence[Any], device_type: str, *
             continue
         is_half = one.dtype in (torch.float16, torch.bfloat16)
         leaf = one.detach().float() if is_exact and is_half else one.detach()
-        given[k] = leaf.requires_grad_(part.requires_grad[k])
+        given[k] = leaf.requires_grad_(one.requires_grad)
         if k in part.written:
             given[k] = leaf.clone()  # a copy for each run, and no leaf, into which autograd allows no writing
         if leaf.requires_grad:
             leaves.append(leaf)
-    with torch.autocast(device_type, enabled=False) if is_exact else contextlib.nullcontext():
+    began = read_clock(device)
+    with torch.autocast(device.type, enabled=False) if is_exact else contextlib.nullcontext():
         found = [one for one in code(*given) if isinstance(one, Tensor)]
+    seconds = read_clock(device) - began
     outputs = [one for one in found if one.requires_grad]
     gradients: Sequence[Tensor | None] = ()
     if outputs and leaves:
@@ -299,9 +337,12 @@ def run_aside(code: Code, part: Part, inputs: Sequence[Any], device_type: str, *
         signs = [
             torch.randint(0, 2, o.shape, generator=generator, device=o.device).to(o.dtype) * 2 - 1 for o in outputs
         ]
-        with torch.autocast(device_type, enabled=False):
+        began = read_clock(device)
+        with torch.autocast(device.type, enabled=False):
             gradients = torch.autograd.grad(outputs, leaves, signs, allow_unused=True)
-    return Results([*found, *(given[k] for k in sorted(part.written))], [g for g in gradients if g is not None])
+        seconds += read_clock(device) - began
+    written = [given[k] for k in sorted(part.written)]
+    return Results([*found, *written], [g for g in gradients if g is not None], seconds)
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@
 - *Libraries that ask whether they are compiled* take another path then: transformers leaves out an attention mask that
   masks nothing, but only in eager code, and another kernel draws other dropout numbers. If code cannot be traced, or
   does not equal the eager step, it is traced once more, and code outside of torch and halfstep is told that it is not
-  compiled. Not at first: the eager path may be a loop over time, where compiled code calls one operation.
+  compiled. Not at first: the eager path may be a loop over time, where compiled code calls one operation. A function
+  whose eager path cannot be traced, such as a `ContextVar`, gets the true answer again.
 - *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
   number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
 - `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing needs it. No weight
@@ -21,6 +22,7 @@ import dis
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -53,27 +55,56 @@ TRANSLATORS = (
     symbolic_convert.InliningGeneratorInstructionTranslator,
 )
 NAMESPACES = (torch, torch.nn.functional, operator)
+NUM_CALLERS = 2  # of a function that asks: a library may ask in one function for all others
+MAX_TRUSTED = 8  # functions that get the true answer after all: the loss function is traced anew for each
 BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 """Functions that read the shape of a tensor, and not its values."""
 
 
 class Questions:
-    """Whether code is told that it is not compiled, and whether any has asked."""
+    """Whether code is told that it is not compiled, whether any has asked, and who gets the true answer all the same.
+
+    Who asks is the code of a function and of its callers."""
 
     def __init__(self) -> None:
         self.are_denied, self.was_asked = False, False
+        self.last: tuple[CodeType, ...] = ()  # that was told no in this trace
+        self._trusted: set[tuple[CodeType, ...]] = set()
 
     @property
     def are_open(self) -> bool:
         """True if another answer would trace other code."""
         return self.was_asked and not self.are_denied
 
+    def deny(self, tx: Any) -> bool:
+        """Return whether the code that Dynamo traces is told no."""
+        self.was_asked = True
+        asking, caller = list[CodeType](), tx
+        while caller is not None and len(asking) <= NUM_CALLERS:
+            asking.append(caller.f_code)
+            caller = caller.parent
+        if not self.are_denied or tuple(asking) in self._trusted:
+            return False
+        self.last = tuple(asking)
+        return True
+
+    def trust_last(self) -> bool:
+        """Give the true answer to the code that was told no last: it could not be traced. Return False if none was, or
+        too many are trusted."""
+        if not self.last or len(self._trusted) == MAX_TRUSTED:
+            return False
+        self._trusted.add(self.last)
+        return True
+
 
 @contextlib.contextmanager
 def fill_gaps(questions: Questions) -> Iterator[None]:
     """Let Dynamo trace more while this is active."""
+    questions.last = ()
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    answers = {one: deny(handlers[one], questions) for one in QUESTIONS}
+    answers: dict[Any, Any] = {one: deny(handlers[one], questions) for one in QUESTIONS}
+    # Dynamo cannot trace this question. Eager steps, which replays follow, are not captured.
+    answers[torch.cuda.is_current_stream_capturing] = lambda *_: ConstantVariable.create(False)
     around = {**dict.fromkeys(JUMPS, jump_if_known), "STORE_ATTR": require_or_store}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(handlers, answers))
@@ -92,12 +123,10 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
 
 
 def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any]:
-    """Return a handler that says no to code outside of torch."""
+    """Return a handler that says no to code outside of torch, if questions are denied."""
 
     def answer(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
-        is_library = not tx.f_code.co_filename.startswith(KNOWING)
-        questions.was_asked |= is_library
-        if is_library and questions.are_denied:
+        if not tx.f_code.co_filename.startswith(KNOWING) and questions.deny(tx):
             return ConstantVariable.create(False)
         return handler(variable, tx, *arguments, **named)
 

@@ -212,8 +212,6 @@ class FastPath:
         self.reason = "fast='off'" if asked == "off" else self._find_obstacle()
         self.state = State.EAGER if self.reason else START[asked]
         self.parts = PartsTrial(self)
-        if self.reason and self.parts.is_open and self.reason == self._find_recurrent():
-            self.state = State.PARTS
         self.fp8, self.fp8_is_strict = fp8, fp8 is not None and fp8.asked.strict
         if fp8 is not None and self.state in UNCOMPILED:
             self._give_up_fp8(f"it pays in compiled steps only: {self.reason or 'fast=' + repr(asked)}")
@@ -655,10 +653,11 @@ class FastPath:
                 state.compare_gradients(eager[0], runs)
             except ReplayDiffers as error:
                 reason = f"the traced code does not equal the eager step: {error}"
-        if reason and tracer.take_eager_path():
+        if reason and tracer.take_eager_path(reason):
             return True
         if reason:
-            raise NotTraced(reason)
+            raise NotTraced(tracer.reason)
+        tracer.reason = ""
         for call in trial.calls:
             call.entry.is_compared = True
         for level in self.levels:
@@ -845,7 +844,7 @@ class FastPath:
             return "the precision is simulated"
         if self.has_global_hooks:
             return "a global module hook is registered"
-        if recurrent := self._find_recurrent():
+        if recurrent := self.find_recurrent():
             return recurrent
         gradients = (parameter.grad for parameter in step.find_trained_parameters())
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
@@ -855,7 +854,7 @@ class FastPath:
     def has_global_hooks(self) -> bool:
         return any(GLOBAL_HOOKS)
 
-    def _find_recurrent(self) -> str:
+    def find_recurrent(self) -> str:
         """Return why recurrent layers are not captured; empty if they are. An attempt to trace dropout between layers
         would change cuDNN's masks."""
         layers = {name: one for name, one in self.step.model.named_modules() if isinstance(one, nn.RNNBase)}

@@ -1,17 +1,19 @@
 """Whether a loss function that is not captured runs compiled, with graph breaks: it must be right, and faster.
 
 This is for code that torch cannot trace whole, and for the shapes that get no graph because there are too many. The
-steps of a trial are real steps. In its first ones every part is compared at its first call (compiled_parts.py); then
-blocks of compiled and eager steps alternate, and the medians decide. A device is timed by events, without a wait.
+steps of a trial are real steps, made by torch's kernels. At its first call every part is compared, and timed on the
+side (compiled_parts.py). Once nothing new is compiled, the sums over the parts of a step decide, so that a refusal
+leaves training as it would be without the trial. The first compiled steps are timed as a whole, and refused if they
+are slower than eager ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import statistics
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +36,16 @@ class Stage(enum.Enum):
     """How windows run that are not captured."""
 
     EAGER = "eagerly, until compiling is likely to pay"
-    COMPARED = "compiled, while new parts are compared"
-    TIMED = "compiled and eagerly in turn"
+    COMPARED = "by torch's kernels, while new parts are compared and timed"
+    TIMED = "eagerly, to compare their time with that of compiled steps"
     USED = "compiled"
     REFUSED = "eagerly"
 
 
 LOOK_EVERY = 20  # eager steps between two looks at whether compiling pays
-QUIET_STEPS, MOST_STEPS = 2, 40  # compiled steps without new parts before the timing, and how many may take place first
-BLOCK, NUM_BLOCKS = 6, 6  # timed steps in a row of one kind, and how many such blocks
+QUIET_STEPS, MOST_STEPS = 2, 40  # steps without new parts before a decision, and how many may take place first
+NUM_TIMED = 6  # eager steps, and compiled ones
+MOST_SHARE = 0.9  # of the time of torch's kernels that compiled parts may take
 NODES_PER_MODULE = 10  # about how many operations a module has, forward and backward
 MAX_RENEWALS = 4  # how often everything is compiled again because of backend flags or frozen weights
 
@@ -58,12 +61,10 @@ class PartsTrial:
         self.path, self.stage = path, Stage.EAGER if path.asked in ("auto", "compile") else Stage.REFUSED
         self.parts: CompiledParts | None = None
         self.flags: object = None
-        """The backend flags for which `parts` were compiled."""
+        """The backend flags and frozen weights for which `parts` were compiled."""
         self.num_eager = self.num_compared = self.num_quiet = self.num_renewals = 0
-        self.times: dict[bool, list[tuple[Mark, Mark]]] = {False: [], True: []}
-        """Beginning and end of timed steps, by whether they were compiled."""
-        self.without_gradient: list[Tensor] = []
-        """Trained parameters that got no gradient in the last eager step."""
+        self.eager_s: list[float] = []
+        self.compiled_s: list[float] = []  # of steps
         self.compiling_s = 0.0  # in steps that compiled or compared something
         self.summary = ""
 
@@ -72,7 +73,7 @@ class PartsTrial:
         """True if steps are, or may become, compiled in parts."""
         modules = self.path.step.model.modules()
         is_compiled = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules)
-        return self.stage is not Stage.REFUSED and not is_compiled
+        return self.stage is not Stage.REFUSED and not is_compiled and not self.path.find_recurrent()
 
     def check_again(self) -> None:
         """Compare all parts again: a step that compiled code made was bad."""
@@ -89,15 +90,20 @@ class PartsTrial:
         if self.stage in (Stage.EAGER, Stage.REFUSED) or is_due or path.has_global_hooks:
             self.num_eager += 1
             return eager(loss_fn)
-        number = sum(map(len, self.times.values()))
-        is_compiled = self.stage is not Stage.TIMED or number // BLOCK % 2 == 1
-        with self._time(is_compiled):
-            facts = self._run_compiled(loss_fn, eager) if is_compiled else eager(loss_fn)
-        if not is_compiled:
-            self.without_gradient = [p for p in path.step.find_trained_parameters() if p.grad is None]
-        if self.stage is Stage.TIMED and number + 1 >= BLOCK * NUM_BLOCKS:
-            self._decide(window)
+        if self.stage is not Stage.TIMED:
+            return self._run_compiled(loss_fn, window, eager)
+        began = self._read_clock()
+        facts = eager(loss_fn)
+        self.eager_s.append(self._read_clock() - began)
+        if len(self.eager_s) >= NUM_TIMED:
+            self.stage = Stage.USED
         return facts
+
+    def _read_clock(self) -> float:
+        """Return the time; while steps are compared, what the device has to do is done."""
+        if self.path.step.device.type == "cuda" and len(self.compiled_s) < NUM_TIMED:
+            torch.cuda.synchronize(self.path.step.device)
+        return time.perf_counter()
 
     def _is_worth_it(self, window: list[Batch]) -> bool:
         """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
@@ -118,33 +124,28 @@ class PartsTrial:
         shapes = [(tensor.dtype, tensor.shape[:1]) for batch in window for tensor in list_tensors(batch)]
         return CompileHistory(self.path.step, ("in parts", shapes))
 
-    @contextlib.contextmanager
-    def _time(self, is_compiled: bool) -> Iterator[None]:
-        if self.stage is not Stage.TIMED:
-            yield
-            return
-        began = Mark(self.path.step.device)
-        yield
-        self.times[is_compiled].append((began, Mark(self.path.step.device)))
-
-    def _decide(self, window: list[Batch]) -> None:
-        """Use compiled parts if they are faster. The last step was compiled."""
-        before_s, after_s = (measure_steps(self.times[is_compiled]) for is_compiled in (False, True))
-        times = f"{after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
-        self._open_history(window).write(self.compiling_s, 1 - after_s / before_s)
-        zeros = [p for p in self.without_gradient if p.grad is not None and not p.grad.any()]
-        if zeros:
-            self._refuse("weights that get no gradient would get one of zeros, to which optimizers add weight decay")
-        elif after_s >= before_s:
+    def _decide(self, window: list[Batch], parts: CompiledParts) -> None:
+        """Use compiled parts if those of the last step are faster than torch's kernels."""
+        after_s, before_s = parts.compiled_s, parts.plain_s
+        times = f"its parts take {after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
+        self._open_history(window).write(self.compiling_s, max(0.0, 1 - after_s / max(before_s, 1e-9)))
+        if after_s >= MOST_SHARE * before_s:
             self._refuse(times)
-        else:
-            assert self.parts is not None
-            self.stage = Stage.USED
-            self.summary = (
-                f"{len(self.parts.parts)} compiled parts compared with torch's kernels, gradients off from fp32 by at "
-                f"most {self.parts.error:.1g} (torch's kernels: {self.parts.error_of_torch:.1g})"
-            )
-            self.path.note_parts(f"{times}; {self.summary}")
+            return
+        self.stage = Stage.TIMED
+        self.summary = (
+            f"{len(parts.parts)} compiled parts compared with torch's kernels, gradients off from fp32 by at most "
+            f"{parts.error:.1g} (torch's kernels: {parts.error_of_torch:.1g})"
+        )
+        self.path.note_parts(f"{times}; {self.summary}")
+
+    def _look_back(self, window: list[Batch]) -> None:
+        """Refuse compiled parts after all if steps are not faster with them."""
+        after_s, before_s = map(statistics.median, (self.compiled_s, self.eager_s))
+        self._open_history(window).write(self.compiling_s, 1 - after_s / before_s)
+        if after_s >= before_s:
+            times = f"{after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
+            self._refuse(f"{times}, as {NUM_TIMED} compiled steps have shown, which rounded in another way")
 
     def _refuse(self, reason: str) -> None:
         self.stage, self.parts = Stage.REFUSED, None
@@ -153,22 +154,24 @@ class PartsTrial:
     # --- one compiled step ---
 
     def _prepare(self) -> CompiledParts:
-        """Return the compiled parts for the backend flags in force, which Dynamo does not guard."""
+        """Return the compiled parts for what Dynamo does not guard: backend flags, and which weights are frozen."""
         from halfstep.fast.compiled_parts import CompiledParts  # imports torch's compiler
 
-        flags = self.path.flags
-        if self.parts is None or self.parts.is_outdated or flags != self.flags:
+        groups = [group for optimizer in self.path.step.optimizers for group in optimizer.param_groups]
+        flags = (self.path.flags, [p.requires_grad for group in groups for p in group["params"]])
+        if self.parts is None or flags != self.flags:
             self.num_renewals += self.parts is not None
             self.parts, self.flags = CompiledParts(self.path.step), flags
+        self.parts.start_step(is_used=self.stage is Stage.USED)
         return self.parts
 
-    def _run_compiled(self, loss_fn: LossFn, eager: Callable[[LossFn], Facts]) -> Facts:
+    def _run_compiled(self, loss_fn: LossFn, window: list[Batch], eager: Callable[[LossFn], Facts]) -> Facts:
         try:
             step, parts = self.path.step, self._prepare()
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}".splitlines()[0])
             return eager(loss_fn)
-        number, num_news, began = step.attempted, parts.num_news, time.monotonic()
+        number, num_news, began = step.attempted, parts.num_news, self._read_clock()
         is_handed_over = False
 
         def run(batch: Batch) -> Any:
@@ -198,11 +201,13 @@ class PartsTrial:
             warn_user(
                 f"{parts.failure}: the steps that were dropped last are its fault, not your model's; it is given up"
             )
-        self.path.by_compiler.add(number)
+        seconds = self._read_clock() - began
+        if self.stage is Stage.USED:
+            self.path.by_compiler.add(number)
         if not (is_quiet := parts.num_news == num_news):
-            self.compiling_s += time.monotonic() - began
-            self.path.aside_s += time.monotonic() - began
-        self._settle(parts, is_quiet=is_quiet)
+            self.compiling_s += seconds
+            self.path.aside_s += seconds
+        self._settle(window, parts, seconds, is_quiet=is_quiet)
         return facts
 
     def _drop_step(self, loss_fn: LossFn, eager: Callable[[LossFn], Facts]) -> Facts:
@@ -216,50 +221,30 @@ class PartsTrial:
         self.path.pardon(self.path.step.attempted)
         return facts
 
-    def _settle(self, parts: CompiledParts, *, is_quiet: bool) -> None:
-        """Go to the next stage, once a compiled step is made."""
-        if not parts.failure and self.num_renewals > MAX_RENEWALS:
+    def _settle(self, window: list[Batch], parts: CompiledParts, seconds: float, *, is_quiet: bool) -> None:
+        """Go to the next stage, once a step is made."""
+        if self.num_renewals > MAX_RENEWALS:
             parts.fail("backend flags, or whether weights require a gradient, change again and again")
+        if (self.stage is Stage.COMPARED or not is_quiet) and parts.find_without_gradient():
+            parts.fail("weights that get no gradient would get one of zeros, to which optimizers add weight decay")
         if self.stage is Stage.COMPARED:
             self.num_compared += 1
             self.num_quiet = self.num_quiet + 1 if is_quiet else 0
             if self.num_compared >= MOST_STEPS and self.num_quiet < QUIET_STEPS:
                 parts.fail(f"something new is compiled at every step, because this changes: {parts.cause}")
-            elif self.num_quiet >= QUIET_STEPS:
-                self.stage = Stage.TIMED
         if parts.failure:
             self._refuse(parts.failure)
-
-
-class Mark:
-    """A time on the device, taken without a wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.host_s, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
-
-    def measure_until(self, other: Mark) -> float:
-        """Return the seconds until another mark; waits for it."""
-        if self.event is None or other.event is None:
-            return other.host_s - self.host_s
-        other.event.synchronize()
-        return float(self.event.elapsed_time(other.event)) * 1e-3
-
-
-def measure_steps(times: list[tuple[Mark, Mark]]) -> float:
-    """Return the median of the seconds of steps."""
-    return statistics.median(began.measure_until(end) for began, end in times)
+        elif self.stage is Stage.COMPARED and self.num_quiet >= QUIET_STEPS:
+            self._decide(window, parts)
+        elif self.stage is Stage.USED and is_quiet and len(self.compiled_s) < NUM_TIMED:
+            self.compiled_s.append(seconds)
+            if len(self.compiled_s) == NUM_TIMED:
+                self._look_back(window)
 
 
 def is_raised_by_torch(error: Exception) -> bool:
     """True if the innermost Python code is torch's or generated, as in a backward pass without hooks of the user's."""
-    traceback = error.__traceback__
-    assert traceback is not None
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    path = traceback.tb_frame.f_code.co_filename
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return path.startswith((str(Path(torch.__file__).parent), cache_dir()))
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith((str(Path(torch.__file__).parent), cache_dir()))

@@ -44,6 +44,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node, has_side_effect
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
@@ -102,6 +103,7 @@ class TracedLoss:
         self.pure_ops = PURE | pure_ops
         self._autocast = self._make_autocast()
         self.entries: list[Entry] = []
+        self.reason = ""  # why the first trace failed, or differed from the eager step, if no other has equalled it
         self._last: Call | None = None
         self._cause = ""  # of the last new entry: the guard that failed
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
@@ -144,9 +146,11 @@ class TracedLoss:
                     result = None
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
-        except TorchDynamoException as error:
-            if not self.take_eager_path():
-                raise NotTracedWhole(explain(error)) from None
+        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:  # the latter comes as itself in torch 2.11
+            if not self.take_eager_path(explain(error)):
+                if not self._callback.questions.trust_last():
+                    raise NotTracedWhole(self.reason) from None
+                self._forget_entries()
             return self(loss_fn, batch, before_new, only_looks=only_looks)
         call: Call | None = self._last
         if call is None:
@@ -154,15 +158,19 @@ class TracedLoss:
         call.result = result
         return call
 
-    def take_eager_path(self) -> bool:
+    def take_eager_path(self, reason: str) -> bool:
         """Trace everything anew, as if it was not compiled. Return False if that changes nothing."""
+        self.reason = self.reason or reason
         if not self._callback.questions.are_open:
             return False
         self._callback.questions.are_denied = True
+        self._forget_entries()
+        return True
+
+    def _forget_entries(self) -> None:
         reset_code(self._function.__code__)
         self.entries.clear()
         self._streaks.clear()
-        return True
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
@@ -223,8 +231,10 @@ class TracedLoss:
         entry.rounds_by_data = not BY_DATA.isdisjoint(targets)
         entry.compile("aten")
         entry.why_not = entry.why_not or find_repeated(module, entry)
-        if entry.why_not and self._callback.questions.are_open:
-            raise NotTraced(entry.why_not)  # to Dynamo: it is traced once more
+        if entry.why_not:
+            entry.why_not = self.reason = self.reason or entry.why_not
+            if self._callback.questions.are_open:
+                raise NotTraced(entry.why_not)  # to Dynamo: it is traced once more
         self.entries.append(entry)
         returned = find_returned(module)
 
