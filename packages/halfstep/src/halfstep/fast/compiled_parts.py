@@ -119,7 +119,8 @@ class CompiledParts:
 
     def find_without_gradient(self) -> list[Tensor]:
         """Return the weights to which autograd gave no gradient in this step, and compiled code would give zeros."""
-        return [p for p in self.step.find_trained_parameters() if p.grad is None and id(p) in self._differentiated]
+        without = (p for p in self.step.find_trained_parameters() if p.requires_grad and p.grad is None)
+        return [p for p in without if id(p) in self._differentiated]
 
     def fail(self, reason: str) -> None:
         self.failure = self.failure or reason
