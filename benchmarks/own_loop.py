@@ -341,8 +341,12 @@ def time_models(names: list[str], variants: list[str], arguments: argparse.Names
             found[name] = {"problem": f"the process ended: {error}"}
         process.wait()
         show(name, found[name])
-        title = "own_loop_zoo" if arguments.zoo else "own_loop"
-        store(title, {"rounds": arguments.rounds, "models": found}, DEVICE, arguments.out)
+        store(
+            "own_loop_zoo" if arguments.zoo else "own_loop",
+            {"rounds": arguments.rounds, "models": found},
+            DEVICE,
+            arguments.out,
+        )
 
 
 def show(name: str, found: dict[str, Any]) -> None:

