@@ -83,7 +83,6 @@ def train_plainly(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> lis
 def train_guarded(model: nn.Module, batches: list[tuple[Tensor, Tensor]], folder: Path) -> tuple[list[float], str]:
     optimizer, loss_fn = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), make_loss(model)
     step = hs.Step(model, optimizer, "fp32", clip_norm=1.0, capsules=folder)
-    losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dropped step, which the picture shows
         losses = [step(loss_fn, [batch]).loss for batch in batches]
@@ -105,14 +104,11 @@ def draw(plain: list[float], guarded: list[float], answer: str, path: Path) -> N
     curves.spines[["top", "right"]].set_visible(False)
     text.axis("off")
     text.set_title("hs.replay(capsule, model, loss_fn)", loc="left", fontfamily="monospace", fontsize=10)
-    shown = "\n".join(textwrap.fill(line, 66, subsequent_indent="    ") for line in shorten_paths(answer).splitlines())
+    lines = answer.replace(f"{Path(__file__).parent}/", "").splitlines()
+    shown = "\n".join(textwrap.fill(line, 66, subsequent_indent="    ") for line in lines)
     text.text(0, 0.97, shown, va="top", fontfamily="monospace", fontsize=7.6, linespacing=1.4)
     figure.tight_layout()
     figure.savefig(path, facecolor="white")
-
-
-def shorten_paths(answer: str) -> str:
-    return answer.replace(str(Path(__file__).resolve().parent) + "/", "").replace(str(Path(__file__).parent) + "/", "")
 
 
 if __name__ == "__main__":

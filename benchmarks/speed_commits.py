@@ -35,7 +35,7 @@ OTHERS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Workloads next to the first table of docs/results.md, with the size of a batch and settings."""
 WARM_UP, WINDOW = 20, 20
-READY, GO, MEMORY = "ready", "go", "memory"
+READY, GO = "ready", "go"
 T_95 = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 14: 2.145, 16: 2.120, 20: 2.086}
 """Student's t, two-sided 95 %, by degrees of freedom."""
 ENDLESS = 1_000_000
@@ -65,16 +65,9 @@ class Trainer:
 
     def time_window(self) -> float:
         """Let it train for one window; return milliseconds per step."""
-        return float(self._ask(GO))
-
-    def read_peak_bytes(self) -> int:
-        """Return the peak memory of its steps so far, without those of the warm-up."""
-        return int(self._ask(MEMORY))
-
-    def _ask(self, command: str) -> str:
-        self.commands.write(f"{command}\n")
+        self.commands.write(f"{GO}\n")
         self.commands.flush()
-        return self.read()
+        return float(self.read())
 
 
 def main() -> None:
@@ -177,15 +170,10 @@ class WindowClock:
         torch.cuda.synchronize()
         if past == 0:
             self.before_ready()
-            torch.cuda.reset_peak_memory_stats()
             answer(f"{READY} {time.time()}")
         else:
             answer(f"{(time.perf_counter() - self.started) / self.window * 1e3}")
-        while (command := sys.stdin.readline().strip()) == MEMORY:
-            from halfstep.hardware.memory import get_peak_memory_bytes  # not in every old checkout
-
-            answer(f"{get_peak_memory_bytes(torch.device('cuda'))}")
-        if command != GO:
+        if sys.stdin.readline().strip() != GO:
             raise SystemExit
         self.started = time.perf_counter()
 
