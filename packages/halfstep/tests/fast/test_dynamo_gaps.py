@@ -21,7 +21,8 @@ def read_hooks() -> list[Any]:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     tables = [list(one.dispatch_table) for one in dynamo_gaps.TRANSLATORS]
     questions = [handlers[one] for one in dynamo_gaps.QUESTIONS]
-    return [tables, questions, TensorVariable.method_requires_grad_]
+    methods = dict(getattr(TensorVariable, "tp_methods", {}))
+    return [tables, questions, methods, TensorVariable.method_requires_grad_]
 
 
 def test_the_users_own_compiler_is_as_it_was() -> None:
