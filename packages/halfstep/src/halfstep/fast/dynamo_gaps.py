@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -219,16 +219,11 @@ def is_random(name: str) -> bool:
 
 
 def require_grad(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `requires_grad_` for a tensor that the traced code makes. Nothing is added to the graph: this only lets
-    autograd compute a gradient that no weight needs, and that nothing traced can read."""
+    """Return `requires_grad_` for a tensor that the traced code makes."""
 
-    def requires_grad_(variable: Any, tx: Any, requires_grad: Any = True) -> Any:
-        is_wanted = requires_grad is True or requires_grad.as_python_constant()
-        if variable.source is not None or not is_wanted:
-            return method(variable, tx, requires_grad)
-        variable.as_proxy().node.meta["example_value"].requires_grad_()
-        variable.requires_grad = True
-        return variable
+    def requires_grad_(variable: Any, *arguments: Any, **named: Any) -> Any:
+        given = [one for one in (*arguments, *named.values()) if isinstance(one, VariableTracker)]
+        return variable if require(variable, *given) else method(variable, *arguments, **named)
 
     return requires_grad_
 
@@ -238,10 +233,22 @@ def require_or_store(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def store(tx: Any, instruction: Any) -> None:
         owner = tx.stack[-1].realize()
-        if instruction.argval == "requires_grad" and isinstance(owner, TensorVariable):
-            value, _ = tx.popn(2)
-            owner.method_requires_grad_(tx, value)
+        is_asked = instruction.argval == "requires_grad" and isinstance(owner, TensorVariable)
+        if is_asked and require(owner, tx.stack[-2].realize()):
+            tx.popn(2)
         else:
             handler(tx, instruction)
 
     return store
+
+
+def require(variable: Any, *given: Any) -> bool:
+    """Let a tensor that the traced code makes require a gradient, unless False is given. Return False if it does not.
+
+    Nothing is added to the graph: this only lets autograd compute a gradient that no weight needs, and that nothing
+    traced can read."""
+    if variable.source is not None or not all(one.as_python_constant() for one in given):
+        return False
+    variable.as_proxy().node.meta["example_value"].requires_grad_()
+    variable.requires_grad = True
+    return True
