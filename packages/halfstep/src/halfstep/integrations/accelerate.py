@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, explain_missing
 from halfstep.integrations.guard import (
-    ONE_LOSS,
     HostAdvice,
     HostGuard,
     HostOptions,
@@ -160,7 +159,7 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
     """Refuse setups whose gradients or optimizer steps this process does not see as a whole."""
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"guard takes an accelerate.Accelerator first, not {type(accelerator).__name__}", fix=USE)
-    refuse_second_guard(accelerator, ONE_LOSS)
+    refuse_second_guard(accelerator)
     config = getattr(accelerator, "parallelism_config", None)
     is_split = config is not None and any(getattr(config, f"{way}_enabled", False) for way in ("tp", "cp", "sp"))
     if is_split or accelerator.distributed_type not in GUARDABLE:

@@ -33,7 +33,6 @@ from halfstep.fast.fast_path import say
 from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop, detach_copy, find_obstacle
 from halfstep.integrations.guard import (
-    ONE_LOSS,
     HostAdvice,
     HostGuard,
     HostOptions,
@@ -503,7 +502,7 @@ def guard(
     fix = "model, optimizer = fabric.setup(model, optimizer), then guard(fabric, model, optimizer)"
     if not hasattr(fabric, "strategy") or not hasattr(fabric, "backward"):
         raise ConfigError(f"guard takes a Fabric first, not {type(fabric).__name__}", fix=fix)
-    refuse_second_guard(fabric, ONE_LOSS)
+    refuse_second_guard(fabric)
     _refuse_strategy(fabric.strategy, GUARDABLE)
     models = check_loop(fabric, model, optimizer, _is_set_up, fix)
     limits = ["counters and averages of your loop", "schedulers without guard.follow(scheduler)"]

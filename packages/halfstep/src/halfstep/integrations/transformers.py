@@ -86,9 +86,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self._hs_window: list[Any] = []
         self._hs_num_batches = 1
         self._hs_norm: Tensor | None = None
-        self._hs_last_loss: Tensor | None = None  # the last good one; NaN before the first
-        self._hs_num_missing: Tensor | None = None  # losses before the first good one, of those since the last log
-        self._hs_num_losses = 0
+        self._hs_last_loss: Tensor | None = None  # the last good one
         self._hs_filters_logs = False
         self._hs_num_dropped = 0
         super().__init__(*args, **kwargs)
@@ -116,7 +114,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if why_not:
             say(f"guards the steps of {HOST} instead of capturing them: {why_not}")
         is_captured = self._hs_level == "captured" and not why_not
-        self._hs_last_loss, self._hs_num_missing, self._hs_num_losses = None, None, 0
+        self._hs_last_loss = None
         self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
         self._hs_steps.announce()
         # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
@@ -215,14 +213,11 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         return self._replace_bad_loss(loss) if self._hs_filters_logs else loss
 
     def _replace_bad_loss(self, loss: Tensor) -> Tensor:
-        """Return what the log adds up: in place of a bad loss, the last good one. Before the first it is 0, because a
-        NaN would stay in the Trainer's sum for ever; `log` corrects the mean."""
-        last = torch.full_like(loss, float("nan")) if self._hs_last_loss is None else self._hs_last_loss
+        """Return what the log adds up: in place of a bad loss, the last good one, or 0 before the first, as in the
+        Trainer: a NaN would stay in its sum for ever."""
+        last = torch.zeros_like(loss) if self._hs_last_loss is None else self._hs_last_loss
         self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
-        is_missing = self._hs_last_loss.isnan()
-        self._hs_num_missing = is_missing + (0 if self._hs_num_missing is None else self._hs_num_missing)
-        self._hs_num_losses += 1
-        return self._hs_last_loss.nan_to_num()
+        return self._hs_last_loss
 
     def _step_captured(self, captured: CapturedLoop, model: Any) -> Tensor:
         model.train()
@@ -254,11 +249,6 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         rate = logs.get("learning_rate")
         if isinstance(rate, Tensor):
             logs["learning_rate"] = float(rate)
-        if "loss" in logs and self._hs_num_missing is not None:
-            num, num_missing = self._hs_num_losses, int(self._hs_num_missing)
-            if num_missing:
-                logs["loss"] = logs["loss"] * num / (num - num_missing) if num_missing < num else float("nan")
-            self._hs_num_missing, self._hs_num_losses = None, 0
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
