@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -77,15 +77,8 @@ class Ledger:
     """Kernels of a captured step, the longest first."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "summary": self.summary,
-            "mode": self.mode,
-            "step": self.step,
-            "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "notes": list(self.notes),
-            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
-        }
+        document = dataclasses.asdict(self)
+        return {**document, "rows": [{"mode": self.mode, **row} for row in document["rows"]]}
 
     def __str__(self) -> str:
         return render_ledger(self)
@@ -123,7 +116,7 @@ def _join_formats(tensors: Iterable[Tensor]) -> str:
 
 def make_ledger(
     plan: Plan,
-    observer: Observer | Seen,
+    seen: Seen,
     model: nn.Module,
     weights: Weights,
     frozen: Mapping[str, nn.Module] | None = None,
@@ -132,7 +125,6 @@ def make_ledger(
     step: int | None = None,
 ) -> Ledger:
     """Compare what was observed with what the plan declares."""
-    seen = observer.seen if isinstance(observer, Observer) else observer
     expected, found = Expected(plan), collect_findings(plan, seen, model, frozen or {})
     rows = _make_rows(expected, seen, weights, found)
     summary = summarise(expected, seen, found)
@@ -246,6 +238,43 @@ def format_percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
+# --- the kernels of a replayed CUDA graph ---
+# They come from the events of torch's profiler, in the form of a chrome trace, which all supported torch versions
+# write: `cat`, `name`, `args`, and `ts` and `dur` in microseconds. Nothing here needs a GPU. A replay shows only a
+# sequence of kernels: their formats by module are those of the code that was captured.
+
+Event = Mapping[str, Any]
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+GRAPH_LAUNCH = "cudaGraphLaunch"
+
+
+def split_replays(events: Sequence[Event]) -> list[list[Event]]:
+    """Return what each launched graph ran on the device, in launch order."""
+    launches = [e for e in events if e.get("cat") in LAUNCHES and str(e["name"]).startswith(GRAPH_LAUNCH)]
+    by_launch: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+            by_launch[int(event.get("args", {}).get("correlation", -1))].append(event)
+    numbers = [int(e["args"]["correlation"]) for e in sorted(launches, key=lambda e: float(e["ts"]))]
+    return [by_launch[number] for number in numbers if by_launch[number]]
+
+
+def make_captured_ledger(code: Ledger, replay: Sequence[Event], mode: str) -> Ledger:
+    """Return the ledger of a captured step: that of the captured code, with the kernels of a replay."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in replay:
+        times[str(event["name"])].append(float(event.get("dur", 0.0)))
+    total = max(sum(map(sum, times.values())), 1e-9)
+    rows = [KernelRow(name=name, calls=len(own), time_share=sum(own) / total) for name, own in times.items()]
+    kernels = tuple(sorted(rows, key=lambda row: -row.time_share))
+    summary = f"{len(replay)} kernels; as {code.mode}: {code.summary}"
+    return dataclasses.replace(code, mode=mode, findings=(), kernels=kernels, summary=summary)
+
+
+# --- as text ---
+
+
 def render_ledger(ledger: Ledger) -> str:
     """Render the summary, the rows with most FLOPs and those that differ, then what differs and how to fix it."""
     # Rows with a finding first, then by share of FLOPs.
@@ -264,13 +293,10 @@ def render_ledger(ledger: Ledger) -> str:
         [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
     )
     lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body]), *more]
-    return "\n".join([*lines, *_render_kernels(ledger.kernels), *_render_findings(ledger.findings)])
-
-
-def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
-    """Render the kernels that take most of the time."""
-    body = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in kernels[:MOST_KERNELS]]
-    return ["", *align_columns([("kernel", "calls", "time"), *body])] if body else []
+    if ledger.kernels:
+        longest = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in ledger.kernels[:MOST_KERNELS]]
+        lines += ["", *align_columns([("kernel", "calls", "time"), *longest])]
+    return "\n".join([*lines, *_render_findings(ledger.findings)])
 
 
 def _render_findings(found: Sequence[Finding]) -> list[str]:

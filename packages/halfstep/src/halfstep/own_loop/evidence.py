@@ -157,7 +157,7 @@ class SeenSteps:
         is_compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
         weights = Weights.collect(model, self._step.optimizers)
         notes = [NOT_COMPILED] if is_compiled else []
-        return make_ledger(self._step.plan, self._observer, model, weights, notes=notes, step=self._step.attempted)
+        return make_ledger(self._step.plan, self._observer.seen, model, weights, notes=notes, step=self._step.attempted)
 
     def __str__(self) -> str:
         return str(self.ledger)
