@@ -196,17 +196,14 @@ def simulate(format: str, device_type: str = "cpu") -> Reusable:
             f"simulate({format!r}) is not supported",
             fix=f"use one of {', '.join(SIMULATED_DTYPES)}; for fp8, use a plan",
         )
-    return Reusable(lambda: _enter_simulation(SIMULATED_DTYPES[format], device_type))
+    dtype = SIMULATED_DTYPES[format]
 
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with simulate_kernels(tf32=dtype is None), use_cuda_op_lists(device_type), FreshAutocast(device_type, dtype):
+            yield
 
-@contextlib.contextmanager
-def _enter_simulation(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
-    with (
-        simulate_kernels(tf32=dtype is None),
-        use_cuda_op_lists(device_type),
-        FreshAutocast(device_type, dtype),
-    ):
-        yield
+    return Reusable(enter)
 
 
 class Reusable(contextlib.ContextDecorator):

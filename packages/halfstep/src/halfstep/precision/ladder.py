@@ -49,6 +49,10 @@ class Grant:
         """Return the storage format of trainable weights: fp32, except under a -true precision."""
         return self.compute if self.precision.endswith("-true") else "fp32"
 
+    def explain(self) -> str:
+        """Return why a module that a pattern names has this precision."""
+        return self.reason if self.warning else f"asked for {self.asked}"
+
     @property
     def is_mixed(self) -> bool:
         """True if matmuls run in a format narrower than fp32, so that autocast is on."""
