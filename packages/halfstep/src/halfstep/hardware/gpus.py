@@ -165,6 +165,9 @@ def look_up_gpu(name: str) -> Hardware:
     gpu = find_known(name)
     if gpu is None:
         raise _make_unknown_gpu(name)
+    # Without a size in the name, the first one listed counts.
+    size_gb = next((size for size in gpu.memory_gb if f"{size}gb" in split_words(name)), [*gpu.memory_gb, 0][0])
+    note = f"sold with {' or '.join(f'{size} GB' for size in gpu.memory_gb)}: add the size to the name to choose"
     return Hardware(
         kind=gpu.kind,
         device="",
@@ -172,28 +175,14 @@ def look_up_gpu(name: str) -> Hardware:
         vendor=gpu.vendor,
         capability=gpu.capability,
         architecture=gpu.architecture,
-        memory_total_bytes=_choose_memory_gb(gpu, name) * GIB,
+        memory_total_bytes=size_gb * GIB,
         support=gpu.support,
         tensor_cores=gpu.tensor_cores,
         source="table",
         published_tflops=gpu.tflops,
         published_source=gpu.source,
         published_check=gpu.verification,
-        notes=(*gpu.notes, *_note_memory(gpu)),
-    )
-
-
-def _choose_memory_gb(gpu: KnownGPU, asked: str) -> int:
-    # Without a size in the name, the first one listed counts.
-    named = [size for size in gpu.memory_gb if f"{size}gb" in split_words(asked)]
-    return (named or [*gpu.memory_gb, 0])[0]
-
-
-def _note_memory(gpu: KnownGPU) -> tuple[str, ...]:
-    if len(gpu.memory_gb) < 2:
-        return ()
-    return (
-        "sold with " + " or ".join(f"{size} GB" for size in gpu.memory_gb) + ": add the size to the name to choose",
+        notes=(*gpu.notes, note) if len(gpu.memory_gb) > 1 else gpu.notes,
     )
 
 
