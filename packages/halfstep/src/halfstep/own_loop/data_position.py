@@ -203,7 +203,6 @@ class _Pass:
             name.startswith("loader.dataset") and _find_generators(owner) for name, owner in self.owners.items()
         )
         self.is_iterable = self.loader is None or isinstance(self.loader.dataset, IterableDataset)
-        self.kind = type(batches).__name__
         self.is_opaque = self.loader is None and not isinstance(batches, (Sequence, Stateful))
         """True for a generator or a wrapper, whose batches can only be skipped by loading them again."""
         self.is_replaced = False
@@ -393,7 +392,7 @@ class _Pass:
     def _why_loaded(self, found: _PassState) -> str:
         """Return why the skipped batches have to be loaded again; empty if their indices are enough."""
         if self.loader is None:
-            return f"a {self.kind} has no sampler (pass the DataLoader itself to step.windows)"
+            return f"a {type(self.batches).__name__} has no sampler (pass the DataLoader itself to step.windows)"
         if not getattr(self.loader, "in_order", True):
             self._differences.append("in_order=False lets the workers decide the order of batches")
         depends_on_workers = self.is_iterable or self.state.num_workers > 0 and self.state.has_draws

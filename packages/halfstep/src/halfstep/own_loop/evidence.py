@@ -81,7 +81,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     held = find_held_modules(loss_fn, model)
     subject = Subject(
         model=model,
-        loss=_make_eager(loss_fn),
+        loss=torch.compiler.set_stance("force_eager")(loss_fn),
         variants={"as it was": loss_fn},
         held=held,
         other_state={name: capsules.copy_state(module) for name, module in held.items()},
@@ -102,14 +102,6 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
             module.__class__ = kind
         model.train(training)
         restore_rng(generators, device)
-
-
-def _make_eager(loss_fn: LossFn) -> LossFn:
-    def eager(batch: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return loss_fn(batch)
-
-    return eager
 
 
 def find_held_modules(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
@@ -154,9 +146,8 @@ class SeenSteps:
                 "the ledger has seen no step", fix="call step(loss_fn, window) inside `with hs.ledger(step) as seen`"
             )
         model = self._step.model
-        is_compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
         weights = Weights.collect(model, self._step.optimizers)
-        notes = [NOT_COMPILED] if is_compiled else []
+        notes = [NOT_COMPILED] if any(hasattr(module, "_orig_mod") for module in model.modules()) else []
         return make_ledger(self._step.plan, self._observer.seen, model, weights, notes=notes, step=self._step.attempted)
 
     def __str__(self) -> str:

@@ -199,12 +199,14 @@ class Step:
             self._step.ranks.reduces_last = shard_reduce == "last"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
-        self._keep_ranks_alike(
-            precision=plan.granted, simulate=asked.simulate, accumulate=accumulate, clip_norm=limit,
-            clip_type=clip_type, ema_decay=decay, skip_spikes=skip_spikes, shard_reduce=shard_reduce, **sharded,
-            **{f"guard.{name}": value for name, value in dataclasses.asdict(options).items()},
-            **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()},
-        )  # fmt: skip
+        if self._step.ranks is not None:
+            refuse_differing_steps(self._step.ranks.world, optimizers, {
+                "precision": plan.granted, "simulate": asked.simulate, "accumulate": accumulate, "clip_norm": limit,
+                "clip_type": clip_type, "ema_decay": decay, "skip_spikes": skip_spikes, "shard_reduce": shard_reduce,
+                **{f"guard.{name}": value for name, value in dataclasses.asdict(options).items()},
+                **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()}, **sharded,
+            })  # fmt: skip
+            self._guard.observers.append(refuse_differing_rates)
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.is_first_rank:
             self._guard.observers.append(self._dropped.observe)
@@ -248,12 +250,6 @@ class Step:
             warnings.warn(hint, stacklevel=2)
         for unfused in filter(None, (committer.hint_at_fused for committer in self._step.committers)):
             warn_once(unfused, "an optimizer is not fused", stacklevel=2)
-
-    def _keep_ranks_alike(self, **settings: object) -> None:
-        """Refuse ranks whose settings of this step or whose learning rates differ."""
-        if self._step.ranks is not None:
-            refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_differing_rates)
 
     # --- training ---
 
