@@ -511,17 +511,15 @@ class Watch:
 
     def to_json(self) -> dict[str, Any]:
         """Return the observations for a capsule: steps, and the numbers of each row at them."""
-        keys = dict.fromkeys(key for seen in self.history for key in seen.rows)
-        rows = [
-            {"module": module, "kind": kind, "high": [_round(self._get(seen, (module, kind))) for seen in self.history]}
-            for module, kind in keys
-        ]
+        rows: list[dict[str, Any]] = []
+        for module, kind in dict.fromkeys(key for seen in self.history for key in seen.rows):
+            of = "lost" if kind == UPDATE else "high"
+            own = [seen.rows[module, kind].numbers.get(of) if (module, kind) in seen.rows else None
+                   for seen in self.history]  # fmt: skip
+            shown = [round(value, 2) if value is not None and math.isfinite(value) else None for value in own]
+            rows.append({"module": module, "kind": kind, "high": shown})
         return {"steps": [seen.step for seen in self.history], "rows": rows,
                 "warnings": [warning.message for warning in self.warnings]}  # fmt: skip
-
-    def _get(self, seen: Observation, key: Key) -> float:
-        row = seen.rows.get(key)
-        return math.nan if row is None else row.numbers.get("lost" if key[1] == UPDATE else "high", math.nan)
 
 
 def count_side_rows(num_rows: int) -> int:
@@ -571,10 +569,6 @@ def _align(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.stride() == weight.stride() or gradient.shape != weight.shape:
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-
-
-def _round(value: float) -> float | None:
-    return round(value, 2) if math.isfinite(value) else None
 
 
 def _format_row(row: WatchRow) -> tuple[str, ...]:
