@@ -103,9 +103,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.hooks = hooks
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in WATCHED_CALLS:
             device = self.hooks.device
             # Without autocast, which would keep casts of weights made here, without gradients, for the step itself.

@@ -201,9 +201,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.observer = observer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result, seen = func(*args, **kwargs), self.observer.seen
         (module, is_island), direction, function = self.observer.locate()  # notes the nodes of all operations

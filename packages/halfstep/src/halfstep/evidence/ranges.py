@@ -109,9 +109,7 @@ class RangeTrace(TorchDispatchMode):
         self._running = ""
         """The operation that runs, or the one that raised."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _list_floating((args, kwargs))
         # An in-place operation overwrites its inputs: measure them before it runs.

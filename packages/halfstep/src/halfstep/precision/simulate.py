@@ -58,9 +58,7 @@ class _SimulatedKernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tf32 = tf32
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in REPLACEMENTS:
             dtype = args[OPERANDS.get(func, (0,))[0]].dtype
