@@ -178,17 +178,12 @@ def describe_crossing(
     if found.at <= step:
         when = "crossed now"
     else:
-        about, low, high = (round_steps(max(at - step, 0)) for at in (found.at, found.low, found.high))
+        left = [max(round(at - step), 0) for at in (found.at, found.low, found.high)]
+        about, low, high = (f"{round(steps, min(2 - len(str(steps)), 0)):,}" for steps in left)  # two digits: `1,900`
         when = f"in about {about} steps (90 % interval {low} to {high})"
     more = f"; so do {num_more} more modules" if num_more > 1 else "; so does one more module" if num_more else ""
     message = f"{name}, {kind}: {limit.threshold} {when}{more}. {limit.fix}"
     return WatchWarning(module, kind, limit.threshold, step, found.at, found.low, found.high, message)
-
-
-def round_steps(steps: float) -> str:
-    """Return two significant digits: `1,900`."""
-    digits = max(len(str(int(steps))) - 2, 0)
-    return f"{int(round(steps, -digits)):,}"
 
 
 # --- what each kind is compared with ---

@@ -101,13 +101,9 @@ class Weights:
             own = list(nn.Module.parameters(module, recurse=False))
             found.weights[name or ROOT] = _join_formats(own)
             found.gradients[name or ROOT] = _join_formats(p.grad for p in own if p.grad is not None)
-            found.states[name or ROOT] = _join_formats(_collect_moments(states.get(id(p), {}) for p in own))
+            moments = (v for p in own for key, v in states.get(id(p), {}).items() if key != "step")
+            found.states[name or ROOT] = _join_formats(v for v in moments if isinstance(v, Tensor) and v.numel() > 0)
         return found
-
-
-def _collect_moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
-    for state in states:
-        yield from (v for name, v in state.items() if name != "step" and isinstance(v, Tensor) and v.numel() > 0)
 
 
 def _join_formats(tensors: Iterable[Tensor]) -> str:
@@ -125,12 +121,14 @@ def make_ledger(
     step: int | None = None,
 ) -> Ledger:
     """Compare what was observed with what the plan declares."""
-    expected, found = Expected(plan), collect_findings(plan, seen, model, frozen or {})
-    rows = _make_rows(expected, seen, weights, found)
-    summary = summarise(expected, seen, found)
-    return Ledger(
-        mode=mode, rows=tuple(rows), findings=tuple(found), summary=summary, notes=tuple(notes), step=step
-    )  # fmt: skip
+    expected = Expected(plan)
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    for part, module in (frozen or {}).items():
+        modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
+    # The worst first: compute formats, then weights and statistics.
+    found = [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
+    rows, summary = tuple(_make_rows(expected, seen, weights, found)), summarise(expected, seen, found)
+    return Ledger(mode=mode, rows=rows, findings=tuple(found), summary=summary, notes=tuple(notes), step=step)
 
 
 def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Finding]) -> list[LedgerRow]:
@@ -174,9 +172,8 @@ def _judge_module(module: str, expected: Expected, seen: Seen, finding: Finding 
 
 
 def _describe_formats(seen: Seen, module: str, direction: str) -> str:
-    own = [p for p in seen.calls if p.module == module and p.direction == direction]
     flops: Counter[str] = Counter()
-    for product in own:
+    for product in (p for p in seen.calls if p.module == module and p.direction == direction):
         # Products of unknown cost count as 1, so that their format is listed.
         flops[product.format] += max(seen.flops[product], 1)
     return _format_shares(flops)
@@ -288,11 +285,9 @@ def render_ledger(ledger: Ledger) -> str:
          r.weights, r.gradients, r.optimizer_state)
         for r in rows
     ]  # fmt: skip
-    hidden = len(ledger.rows) - len(rows)
-    more = (
-        [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
-    )
-    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body]), *more]
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body])]
+    if hidden := len(ledger.rows) - len(rows):
+        lines.append(f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)")
     if ledger.kernels:
         longest = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in ledger.kernels[:MOST_KERNELS]]
         lines += ["", *align_columns([("kernel", "calls", "time"), *longest])]
@@ -334,10 +329,6 @@ class Expected:
             row = enclosing if enclosing is not None and enclosing.is_part else None
         return row.compute if row is not None else self.plan.compute
 
-    def find_storage(self, module: str) -> str:
-        row = self.rows.get(module)
-        return row.storage if row is not None else ""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
@@ -347,15 +338,6 @@ class Finding:
     what: str
     why: str
     fix: str
-
-
-def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
-    """Return findings, the worst first: compute formats, then weights and statistics."""
-    expected = Expected(plan)
-    modules = {name or ROOT: module for name, module in model.named_modules()}
-    for part, module in frozen.items():
-        modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
-    return [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
 
 
 def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
@@ -369,9 +351,8 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
         why, fix = _explain_product(product, planned, expected.plan)
         if (product.module, why) not in shown:
             shown.add((product.module, why))
-            what = (
-                f"{product.operation} ({product.direction}) computed in {product.format}, the plan requires {planned}"
-            )
+            operation = f"{product.operation} ({product.direction})"
+            what = f"{operation} computed in {product.format}, the plan requires {planned}"
             yield Finding(module=product.module, what=what, why=why, fix=fix)
 
 
@@ -417,7 +398,7 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
 
 def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
     for name, module in modules.items():
-        planned = expected.find_storage(name)
+        planned = expected.rows[name].storage if name in expected.rows else ""
         for own, weight in module.named_parameters(recurse=False):
             stored = name_format(weight.dtype)
             if planned and weight.is_floating_point() and stored != planned:

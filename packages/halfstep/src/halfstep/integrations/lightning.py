@@ -480,11 +480,6 @@ class FabricGuard(HostGuard):
         return norm
 
 
-def _is_set_up(one: Any) -> bool:
-    """True for an optimizer or a module that Fabric has wrapped."""
-    return "_strategy" in vars(one) or "_forward_module" in getattr(one, "_modules", {})
-
-
 def guard(
     fabric: Any,
     model: Any,
@@ -504,7 +499,11 @@ def guard(
         raise ConfigError(f"guard takes a Fabric first, not {type(fabric).__name__}", fix=fix)
     refuse_second_guard(fabric)
     _refuse_strategy(fabric.strategy, GUARDABLE)
-    models = check_loop(fabric, model, optimizer, _is_set_up, fix)
+
+    def is_set_up(one: Any) -> bool:  # an optimizer or a module that Fabric has wrapped
+        return "_strategy" in vars(one) or "_forward_module" in getattr(one, "_modules", {})
+
+    models = check_loop(fabric, model, optimizer, is_set_up, fix)
     limits = ["counters and averages of your loop", "schedulers without guard.follow(scheduler)"]
     made = FabricGuard(fabric, models, optimizer, limits=limits, **options)
     made.announce()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -205,7 +205,10 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             self._hs_window.append(self._prepare_inputs(batch))
             if len(self._hs_window) < self._hs_num_batches:
                 return torch.zeros((), device=self.args.device)  # the last micro-batch brings the loss of the window
-            loss = self._step_captured(steps, model)
+            model.train()
+            window, self._hs_window = self._hs_window, []
+            facts = steps(self._compute_window_loss, window)
+            self._hs_norm, loss = facts.grad_norm.clone(), facts.loss.clone()
         else:
             steps.open_window()
             steps.keep(batch)
@@ -218,13 +221,6 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         last = torch.zeros_like(loss) if self._hs_last_loss is None else self._hs_last_loss
         self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
         return self._hs_last_loss
-
-    def _step_captured(self, captured: CapturedLoop, model: Any) -> Tensor:
-        model.train()
-        window, self._hs_window = self._hs_window, []
-        facts = captured(self._compute_window_loss, window)
-        self._hs_norm = facts.grad_norm.clone()
-        return facts.loss.clone()
 
     def _compute_window_loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         """Return the loss of a micro-batch as an hs.Step takes it: the step averages what the Trainer adds up."""
@@ -254,10 +250,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's loader; with capsules its batches also hold the numbers of their samples."""
         sampling = getattr(self.args, "train_sampling_strategy", "random")
-        is_plain = not getattr(self.args, "group_by_length", False) and str(getattr(sampling, "value", sampling)) in (
-            "random",
-            "sequential",
-        )
+        is_plain = str(getattr(sampling, "value", sampling)) in ("random", "sequential")
+        is_plain = is_plain and not getattr(self.args, "group_by_length", False)
         data, collate = self.train_dataset, self.data_collator
         has_capsules = self._hs_options.get("capsules") is not None
         if not has_capsules or not is_plain or isinstance(data, IterableDataset) or data is None:
@@ -294,30 +288,25 @@ def replay(trainer: HalfstepMixin, capsule: str | os.PathLike[str]) -> Replayed:
     return replay_capsule(capsule, trainer.model, trainer._compute_window_loss)
 
 
-class NumberedItem(NamedTuple):
-    """A sample and its number in the dataset; not a dict, so that no column of it is removed."""
+class NumberedData(Dataset[tuple[int, Any]]):
+    """Samples with their numbers in the dataset; not dicts, so that no column of them is removed."""
 
-    number: int
-    item: Any
-
-
-class NumberedData(Dataset[NumberedItem]):
     def __init__(self, data: Any) -> None:
         self.data = data
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, number: int) -> NumberedItem:
-        return NumberedItem(int(number), self.data[number])
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return int(number), self.data[number]
 
 
 class NumberedCollator:
     def __init__(self, collate: Callable[..., Any]) -> None:
         self.collate = collate
 
-    def __call__(self, items: Sequence[NumberedItem]) -> Any:
-        batch = self.collate([one.item for one in items])
-        if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-            batch[INDEX] = torch.tensor([one.number for one in items])
+    def __call__(self, items: Sequence[tuple[int, Any]]) -> Any:
+        batch = self.collate([item for _, item in items])
+        if hasattr(batch, "keys"):
+            batch[INDEX] = torch.tensor([number for number, _ in items])
         return batch

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,16 +214,11 @@ class Reusable(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         context = self._make()
         context.__enter__()
-        self._get_stack().append(context)
+        vars(self._entered).setdefault("stack", []).append(context)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._get_stack().pop().__exit__(kind, error, traceback)
-
-    def _get_stack(self) -> list[contextlib.AbstractContextManager[None]]:
-        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
-        return stack
+    def __exit__(self, *error: Any) -> bool | None:
+        left: bool | None = self._entered.stack.pop().__exit__(*error)
+        return left
 
 
 # --- attention without the shapes at which cuDNN's backward gives NaN ---
