@@ -381,14 +381,12 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     if product.function:
         return (
             f"{product.function} is an autograd Function unaware of autocast: its backward runs outside of it",
-            f'@torch.amp.custom_fwd(device_type="{device}") on its forward, '
-            f'@torch.amp.custom_bwd(device_type="{device}") on its backward',
+            f'@torch.amp.custom_fwd(device_type="{device}") on its forward, and custom_bwd on its backward',
         )
     if planned in (*HALF, "fp8"):
         return (
             "autocast is off there",
-            f"remove autocast(enabled=False), or mark it as intended: with hs.fp32_island(), "
-            f"or precision.modules: {{{module}: {product.format}}}",
+            f"remove autocast(enabled=False), or with hs.fp32_island(), or modules: {{{module}: {product.format}}}",
         )
     return (
         f"its operands are {product.format}: half weights, a cast, or autocast switched on inside",

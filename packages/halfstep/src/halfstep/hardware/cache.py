@@ -39,7 +39,7 @@ def measure_once(
     if stored is not None:
         # With the current free memory, device index and table facts.
         notes = tuple(dict.fromkeys((*hardware.notes, *stored.notes)))
-        speeds = {"measurements": stored.measurements, "bandwidth_gb_s": stored.bandwidth_gb_s}
+        speeds: dict[str, Any] = {"measurements": stored.measurements, "bandwidth_gb_s": stored.bandwidth_gb_s}
         return dataclasses.replace(hardware, source=stored.source, notes=notes, **speeds)
     result = measure(hardware)
     # A device that others use was not measured: store nothing, so that the next call tries again.

@@ -165,8 +165,7 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
     if is_split or accelerator.distributed_type not in GUARDABLE:
         refuse_unguardable(
             f"Accelerate with {'parallelism_config' if is_split else accelerator.distributed_type.value}",
-            "one process per GPU with DDP, each with the whole model: accelerate launch --multi_gpu, without a "
-            "DeepSpeed, FSDP or Megatron-LM plugin",
+            "one process per GPU with DDP: accelerate launch --multi_gpu, without DeepSpeed, FSDP or Megatron-LM",
         )
 
 

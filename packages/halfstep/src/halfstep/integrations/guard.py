@@ -279,10 +279,7 @@ class HostGuard(HostSteps):
             optimizer.register_load_state_dict_post_hook(self._forget),
         ]
         self._undo += [hook.remove for hook in hooks]
-        warning = (
-            f"{type(optimizer).__name__}.step() bypassed the guard inside {host}: such steps are neither judged "
-            f"nor dropped. Call {advice.step} instead"
-        )
+        warning = f"{type(optimizer).__name__}.step() bypassed the guard inside {host}: call {advice.step} instead"
         self._undo.append(watch_for_second_step(optimizer, warning))
         self._mark(optimizer)
 
@@ -358,8 +355,7 @@ class HostGuard(HostSteps):
             )
         if self._loss is None and not self._has_warned:
             self._has_warned = True
-            warn_user(f"{self.host}'s backward was not called in this step: gradients and buffers are judged, the "
-                      "loss is not")  # fmt: skip
+            warn_user(f"{self.host}'s backward was not called in this step, so the loss is not judged")
         with torch.no_grad():
             facts = self._judge_and_commit()
         self.last_facts = facts

@@ -290,8 +290,7 @@ def find_package() -> str:
         raise ConfigError(
             "both lightning and pytorch_lightning are imported",
             why="their classes differ, and a plugin of one is refused by the other's Trainer",
-            fix="import one of them; or from halfstep.integrations.lightning import make_plugin_class, and "
-            "make_plugin_class('pytorch_lightning')(\"bf16\")",
+            fix="import one of them; or halfstep.integrations.lightning.make_plugin_class('pytorch_lightning')('bf16')",
         )
     for name in PACKAGES:
         with contextlib.suppress(ModuleNotFoundError):

@@ -177,10 +177,7 @@ def recompute_repeated_blocks(model: nn.Module) -> None:
     names = find_blocks(model)
     recompute_blocks_(model, "blocks", names)
     if not describe_recomputed(model) and not any(isinstance(module, Recomputing) for module in model.modules()):
-        warn_user(
-            f'memory="low" found no repeated blocks in {type(model).__name__}: nothing is recomputed, and memory stays '
-            "as it is"
-        )
+        warn_user(f'memory="low" found no repeated blocks in {type(model).__name__}: nothing is recomputed')
 
 
 def refuse_uncallable(**hooks: object) -> None:
@@ -228,10 +225,7 @@ def warn_of_idle_scaler(given: torch.amp.GradScaler | Mapping[str, object] | Non
     if isinstance(given, torch.amp.GradScaler) and given.is_enabled() and not plan.needs_loss_scaling:
         # bf16 needs none either where it falls back to fp32; fp16 would.
         name = plan.granted if plan.asked in ("auto", "fp16") else plan.asked
-        warn_user(
-            f"{name} needs no scaler, so scaler=GradScaler(...) is not used: only fp16's range is so small "
-            "that gradients vanish without one. Leave it out"
-        )
+        warn_user(f"{name} needs no scaler, so scaler=GradScaler(...) is not used: leave it out")
 
 
 def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
@@ -252,10 +246,8 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         if held and not any(id(weight) in own for weight in held):
             raise ConfigError(
-                f"{type(optimizer).__name__} trains {len(held)} parameters, and none of them belongs to this "
-                f"{type(model).__name__}",
-                why="it was created for another model, or before the weights were replaced by model.to(...), a copy "
-                "or fully_shard(model)",
+                f"{type(optimizer).__name__} trains no parameter of this {type(model).__name__}",
+                why="it was created for another model, or before model.to(...), a copy or fully_shard replaced them",
                 fix=f"create it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
                 "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
@@ -327,8 +319,7 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bo
             )
         summed_in = policy.reduce_dtype or policy.param_dtype or next(model.parameters()).dtype
         if summed_in == torch.bfloat16:
-            warn_user("FSDP sums gradients over the ranks in bf16, which loses small terms: "
-                      "MixedPrecisionPolicy(..., reduce_dtype=torch.float32) sums them in fp32")  # fmt: skip
+            warn_user("FSDP sums gradients over the ranks in bf16: MixedPrecisionPolicy(reduce_dtype=torch.float32)")
             break
     return {"mesh": sharding.describe(), "mp_policy": policies}
 

@@ -127,10 +127,7 @@ def _read_modules(plan: Plan) -> dict[str, str]:
 
 # --- hs.ledger ---
 
-NOT_COMPILED = (
-    "the model is compiled: inside the ledger its steps ran uncompiled, so this shows the formats in its code, "
-    "not those of the compiled code"
-)
+NOT_COMPILED = "the model is compiled: its steps ran uncompiled inside the ledger, which shows the formats in its code"
 
 
 class SeenSteps:
@@ -171,8 +168,7 @@ def ledger(step: object) -> Iterator[SeenSteps]:
         raise ConfigError(
             "hs.ledger with a sharded model",
             why="it recognises casts of weights by their memory, and FSDP gathers weights into new memory",
-            fix="watch the same model without fully_shard, with fewer layers if it does not fit: its precision plan is "
-            "the same",
+            fix="watch the same model without fully_shard, with fewer layers if it does not fit: its plan is the same",
         )
     observer = Observer(guarded.model)
     with watch_step(guarded, observer.watch):

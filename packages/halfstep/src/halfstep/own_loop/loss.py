@@ -50,10 +50,7 @@ class LossChecker:
             )
         self.last, self.weighs, kind = inspect.unwrap(loss_fn), False, _identify(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
-            warn_user(
-                "the step was called inside torch.autocast: it enters autocast itself, and backward and optimizer "
-                "must run outside; remove your autocast"
-            )
+            warn_user("the step was called inside torch.autocast, which it enters itself: remove your autocast")
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
             self.overflow = None
@@ -85,13 +82,11 @@ class LossChecker:
         named = self.step.model.named_modules()
         norms = [name for name, m in named if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
         if norms:
-            warn_user(f"loss_fn ran no layer of the model: a bad step cannot restore the statistics of BatchNorm "
-                      f"{norms[0]!r}, which the forward pass wrote before it. Run the forward pass inside "
-                      "loss_fn")  # fmt: skip
+            warn_user(f"loss_fn ran no layer of the model, so a bad step cannot restore what BatchNorm {norms[0]!r} "
+                      "wrote before it: run the forward pass inside loss_fn")  # fmt: skip
         elif not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
-            warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
-                      f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
-                      "`with step.plan.forward():`")  # fmt: skip
+            warn_user(f"loss_fn ran no layer of the model, and nothing in {self.step.plan.granted}: run the forward "
+                      "pass inside loss_fn, or in `with step.plan.forward():`")  # fmt: skip
 
     def is_new(self, loss_fn: LossFn) -> bool:
         return _identify(loss_fn) not in self.known
@@ -126,14 +121,13 @@ class LossChecker:
         operation, numbers = find_last_operation(loss)
         # A large power of two.
         if operation == "MulBackward0" and any(n >= 1024 and math.frexp(n)[0] == 0.5 for n in numbers):
-            warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales it "
-                       "itself; return the plain loss")  # fmt: skip
+            warn_user("the loss is multiplied by a large power of two, as by GradScaler.scale: return the plain loss")
         if operation == "DivBackward0" and self.step.accumulate > 1 and self.step.accumulate in numbers:
             warn_user(f"the loss is divided by {self.step.accumulate}, as a loop that accumulates by hand does: the "
                        "step already averages over its window. In that case, return the plain loss")  # fmt: skip
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
-            warn_user(f"loss_fn returned (loss, {float(weight):g}): the second value weights the batch in its window. "
-                       "If it is an accuracy, return the loss alone")  # fmt: skip
+            what = f"loss_fn returned (loss, {float(weight):g}), which weights the batch in its window"
+            warn_user(f"{what}: if it is an accuracy, return the loss alone")
         self.halves = find_half_dtypes(loss)
         if strange := self.halves - self._list_half_dtypes():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))

@@ -228,8 +228,7 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             raise CheckpointError(
                 f"the given model has none of the {format_count(num_missing, 'parameter')} that the step trains",
                 why="the file would contain the state of the optimizers, and the weights of another model",
-                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was created "
-                "with; several models as a list",
+                fix="hs.save(path, step, model) with the model that hs.Step has; several models as a list",
             )
         if num_missing:
             warn_user(

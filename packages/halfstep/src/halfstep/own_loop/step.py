@@ -493,8 +493,7 @@ class Step:
         """Return everything a resumed loop needs except the model; waits for the device. `hs.save` stores both."""
         self._take_loaded()
         if self.attempted == self._attempted_untrained:
-            warn_user("state_dict() was called between step.windows and the step: this window counts as trained on, "
-                      "and a resumed loop skips it. Save after the step")  # fmt: skip
+            warn_user("state_dict() was called before the step of a window, which a resumed loop skips: save after it")
         if self._passes and self._schedules.has_any("epoch"):
             warn_user("state_dict() was called after a pass over the data and before step.epoch_ended(): a resumed "
                       "loop begins the next epoch without it. Save after step.epoch_ended()")  # fmt: skip
