@@ -76,10 +76,8 @@ class Diagnosis:
     origin: Operation | None = None
     attempts: list[Attempt] = field(default_factory=list)
     places: list[BadSample] = field(default_factory=list)
-    rows: set[tuple[int, int]] = field(default_factory=set)
-    """Samples to drop."""
-    samples: list[str] = field(default_factory=list)
-    """Names of bad samples."""
+    rows: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Names of the samples to drop."""
     averages: list[str] = field(default_factory=list)
     """Names of averages that are not finite."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -174,8 +172,8 @@ def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) 
     places = find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
     if not rows or len(rows) > max(len(places), 1):
         return
-    found.rows, found.samples = rows, [name_sample(subject.window, row, names) for row in sorted(rows)]
-    found.shown.append(f"without sample {', '.join(found.samples)} the step is good")
+    found.rows = {row: name_sample(subject.window, row, names) for row in sorted(rows)}
+    found.shown.append(f"without sample {', '.join(found.rows.values())} the step is good")
     if places:
         found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
 
@@ -215,8 +213,7 @@ def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: M
     found = find_outliers(subject, names)
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
-        rows, samples = {place for place, *_ in found}, [name for _, name, _ in found]
-        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows=rows, samples=samples)
+        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows={place: name for place, name, _ in found})
     return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_describe_trail(capsule)])
 
 
@@ -240,7 +237,7 @@ def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
 
 def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
     places = find_bad_samples(subject.window, names)
-    rows = {(place.batch, place.row) for place in places}
+    rows = {(place.batch, place.row): place.sample for place in places}
     if not rows:
         return None
     left = drop_samples(subject.window, rows)
@@ -249,8 +246,7 @@ def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> D
     rest = attempt(subject, "without those samples", window=left, traced=True) if left else None
     if rest is not None and not rest.is_good and _describe_place(rest) == _describe_place(runs.eager):
         return None
-    shown, samples = [str(place) for place in places], [place.sample for place in places]
-    return Diagnosis(cause=BAD_INPUT, shown=shown, places=places, rows=rows, samples=samples)
+    return Diagnosis(cause=BAD_INPUT, shown=[str(place) for place in places], places=places, rows=rows)
 
 
 def _describe_place(run: Attempt) -> tuple[str, str]:

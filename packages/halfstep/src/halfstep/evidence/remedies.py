@@ -347,7 +347,7 @@ def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) ->
 def _try_without_samples(subject: Subject, found: Diagnosis) -> Remedy:
     left = drop_samples(subject.window, found.rows)
     outcome = attempt(subject, "without those samples", window=left, num_more=NUM_MORE) if left else None
-    return Remedy(change=f"drop or fix: sample {', '.join(found.samples)}", outcome=outcome)
+    return Remedy(change=f"drop or fix: sample {', '.join(found.rows.values())}", outcome=outcome)
 
 
 def _try_two_of_each(subject: Subject) -> Iterator[Remedy]:

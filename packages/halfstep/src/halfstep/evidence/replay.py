@@ -106,7 +106,7 @@ class Replayed:
                 "inputs": [str(r) for r in origin.inputs],
                 "output": str(origin.output),
             },
-            "samples": self.diagnosis.samples,
+            "samples": list(self.diagnosis.rows.values()),
             "places": [str(place) for place in self.diagnosis.places],
             "attempts": [
                 {**{key: getattr(run, key) for key in ("name", "loss", "grad_norm", "error")}, "good": run.is_good}

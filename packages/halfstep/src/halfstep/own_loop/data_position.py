@@ -146,7 +146,7 @@ class DataPosition:
     def warn_if_unread(self) -> None:
         """Warn of a batch that does not come from `step.windows` although a pass was loaded that goes on there."""
         if self._pass is None and self._state is not None and not self._state.is_over:
-            warn_user(f"the loaded state continues in step.windows(loader), and this batch is another: {INEXACT}")
+            warn_user(f"this batch does not come from step.windows, where the loaded state continues: {INEXACT}")
             self._state = None
 
     def end_pass(self) -> None:

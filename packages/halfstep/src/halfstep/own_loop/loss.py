@@ -85,8 +85,8 @@ class LossChecker:
             warn_user(f"loss_fn ran no layer of the model, so a bad step cannot restore what BatchNorm {norms[0]!r} "
                       "wrote before it: run the forward pass inside loss_fn")  # fmt: skip
         elif not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
-            warn_user(f"loss_fn ran no layer of the model, and nothing in {self.step.plan.granted}: run the forward "
-                      "pass inside loss_fn, or in `with step.plan.forward():`")  # fmt: skip
+            warn_user(f"loss_fn ran no layer of the model, and nothing was computed in {self.step.plan.granted}: run "
+                      "the forward pass inside loss_fn, or in `with step.plan.forward():`")  # fmt: skip
 
     def is_new(self, loss_fn: LossFn) -> bool:
         return _identify(loss_fn) not in self.known
