@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.evidence import samples
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, find_twin, has_fractions
 from halfstep.evidence.recorder import find_non_finite
-from halfstep.evidence.samples import (
-    BadSample,
-    drop_samples,
-    find_bad_samples,
-    find_culprits,
-    find_odd_samples,
-    find_outliers,
-    name_sample,
-)
 from halfstep.formats import find_format
 from halfstep.precision.plan import Plan
 
@@ -75,7 +67,7 @@ class Diagnosis:
     """Sentences, each an observation."""
     origin: Operation | None = None
     attempts: list[Attempt] = field(default_factory=list)
-    places: list[BadSample] = field(default_factory=list)
+    places: list[samples.BadSample] = field(default_factory=list)
     rows: dict[tuple[int, int], str] = field(default_factory=dict)
     """Names of the samples to drop."""
     averages: list[str] = field(default_factory=list)
@@ -168,11 +160,11 @@ def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) 
 
     Numbers that no other sample has make it bad input; only then may several samples be to blame.
     """
-    rows = find_culprits(subject)
-    places = find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
+    rows = samples.find_culprits(subject)
+    places = samples.find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
     if not rows or len(rows) > max(len(places), 1):
         return
-    found.rows = {row: name_sample(subject.window, row, names) for row in sorted(rows)}
+    found.rows = {row: samples.name_sample(subject.window, row, names) for row in sorted(rows)}
     found.shown.append(f"without sample {', '.join(found.rows.values())} the step is good")
     if places:
         found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
@@ -210,7 +202,7 @@ def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: M
         return _diagnose_state(subject, capsule) or not_again
     if (kernel := _diagnose_custom_kernel(runs)) is not None:
         return kernel
-    found = find_outliers(subject, names)
+    found = samples.find_outliers(subject, names)
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
         return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows={place: name for place, name, _ in found})
@@ -236,11 +228,11 @@ def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
 
 
 def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
-    places = find_bad_samples(subject.window, names)
+    places = samples.find_bad_samples(subject.window, names)
     rows = {(place.batch, place.row): place.sample for place in places}
     if not rows:
         return None
-    left = drop_samples(subject.window, rows)
+    left = samples.drop_samples(subject.window, rows)
     # NaN that the loss ignores, such as NaN targets, is no fault: without those samples the step fails at the same
     # place. Where it is one, the step is then good, or fails elsewhere because of a second fault.
     rest = attempt(subject, "without those samples", window=left, traced=True) if left else None

@@ -128,7 +128,9 @@ def forecast(
     latest = left / slowest if slowest > 0 else math.inf
     ways = [left / fastest, latest, ahead, *(_cross(left, recent, one, span) for one in bends)]
     if limit.is_upper and limit.of == "high":  # growth may be linear, which is slower than exponential
-        ways.append(_cross_linearly(steps, values, limit.level))
+        numbers = [2.0 ** (value - limit.level) for value in values]  # relative to the level
+        speed = median(_list_slopes(steps, numbers))
+        ways.append((1 - numbers[-1]) / speed if speed > 0 else 0.0)
     return Crossing(now + ahead, now + min(ways), now + min(max(ways), MOST_WIDE * ahead), left, slope, is_sure)
 
 
@@ -140,13 +142,6 @@ def _cross(left: float, speed: float, bend: float, span: float) -> float:
         return left / speed
     covered = 1 + left * rate / (speed * span)
     return span * math.log(covered) / rate if covered > 0 else math.inf
-
-
-def _cross_linearly(steps: Sequence[float], values: Sequence[float], level: float) -> float:
-    """Return the steps until numbers with these logarithms cross a level, if they grow linearly."""
-    numbers = [2.0 ** (value - level) for value in values]  # relative to the level
-    speed = median(_list_slopes(steps, numbers))
-    return (1 - numbers[-1]) / speed if speed > 0 else 0.0
 
 
 def _list_slopes(steps: Sequence[float], values: Sequence[float]) -> list[float]:

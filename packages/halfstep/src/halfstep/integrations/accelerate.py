@@ -50,7 +50,13 @@ class AccelerateGuard(HostGuard):
         self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, *, host: str = "Accelerate",
         advice: HostAdvice = ADVICE, **more: Any,
     ) -> None:  # fmt: skip
-        _refuse_steps_in_backward(accelerator, optimizer.optimizer)
+        name = type(optimizer.optimizer).__name__
+        if accelerator.has_lomo_optimizer or name == "LayerWiseDummyOptimizer":  # of GaLore
+            raise ConfigError(
+                f"{name} cannot be guarded",
+                why="it updates weights inside backward, before the gradients of a step can be judged",
+                fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
+            )
         self.accelerator, self.accelerated = accelerator, optimizer
         super().__init__(
             host, model, optimizer.optimizer, advice, scaler=optimizer.scaler,
@@ -166,15 +172,4 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
         refuse_unguardable(
             f"Accelerate with {'parallelism_config' if is_split else accelerator.distributed_type.value}",
             "one process per GPU with DDP: accelerate launch --multi_gpu, without DeepSpeed, FSDP or Megatron-LM",
-        )
-
-
-def _refuse_steps_in_backward(accelerator: Accelerator, optimizer: Any) -> None:
-    """Refuse LOMO and GaLore's layer-wise optimizers, which leave nothing to judge."""
-    name = type(optimizer).__name__
-    if accelerator.has_lomo_optimizer or name == "LayerWiseDummyOptimizer":
-        raise ConfigError(
-            f"{name} cannot be guarded",
-            why="it updates weights inside backward, before the gradients of a step can be judged",
-            fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
         )

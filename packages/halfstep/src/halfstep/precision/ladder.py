@@ -137,18 +137,14 @@ def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
 
 
 def _argue_for(precision: str, hardware: Hardware) -> str:
+    tf32 = hardware.find_speedup("tf32")
     if precision == "fp32":
-        return _describe_strict_fp32(hardware)
+        reason = "strict fp32: TF32 off in matmul, convolution and RNN"
+        if hardware.get_support("tf32") == "native" and tf32 is not None and tf32 > 1:
+            reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
+        return reason
     speed = _describe_speed(PRECISION_FORMATS[precision][0], hardware)
     return f"native on {hardware.name}, {speed}" if speed else f"native on {hardware.name}, speed not measured"
-
-
-def _describe_strict_fp32(hardware: Hardware) -> str:
-    reason = "strict fp32: TF32 off in matmul, convolution and RNN"
-    tf32 = hardware.find_speedup("tf32")
-    if hardware.get_support("tf32") == "native" and tf32 is not None and tf32 > 1:
-        reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
-    return reason
 
 
 def _describe_speed(format_name: str, hardware: Hardware) -> str:
