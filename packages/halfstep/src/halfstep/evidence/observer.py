@@ -160,7 +160,11 @@ class Observer:
             self._remember(place)
             return place, "forward", ""
         function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
-        return self._find_location(node._sequence_nr()), "backward", function
+        # That of the first operation that ran after the node was created: several nodes made by one call share the
+        # location noted after the last of them.
+        found = bisect.bisect_left(self._numbers, node._sequence_nr())
+        place = self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
+        return place, "backward", function
 
     def _remember(self, place: _Location) -> None:
         if threading.get_ident() != self._thread:
@@ -173,13 +177,6 @@ class Observer:
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._places.append(place)
-
-    def _find_location(self, number: int) -> _Location:
-        """Return the location of the first operation that ran after the node was created."""
-        # The entry at or after the node: several nodes made by one call share the location noted after the last of
-        # them.
-        found = bisect.bisect_left(self._numbers, number)
-        return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
 
     # --- what ---
 

@@ -101,10 +101,9 @@ class WatchRow:
 
     def find_share_below(self, fmt: Format) -> float:
         """Return the share of nonzero magnitudes below the format's smallest normal number."""
-        if self.counts is None or not (total := int(self.counts[1 : BINS - 1].sum())):
-            return math.nan
+        total = 0 if self.counts is None else int(self.counts[1 : BINS - 1].sum())
         first = int(math.log2(fmt.smallest_normal)) + BIAS
-        return float(self.counts[1 : max(first, 1)].sum()) / total
+        return float(self.counts[1 : max(first, 1)].sum()) / total if total else math.nan
 
 
 @dataclass(slots=True)

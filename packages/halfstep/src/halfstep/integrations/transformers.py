@@ -115,20 +115,19 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             say(f"guards the steps of {HOST} instead of capturing them: {why_not}")
         is_captured = self._hs_level == "captured" and not why_not
         self._hs_last_loss = None
-        self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
+        if is_captured:
+            self._hs_steps = self._begin_captured()
+        else:
+            self._hs_steps = guard = AccelerateGuard(
+                self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, limits=LIMITS,
+                **self._hs_options,
+            )  # fmt: skip
+            self._put_scheduler(guard.follow(self.lr_scheduler))
         self._hs_steps.announce()
         # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
         self._hs_filters_logs = self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss")
         if self._hs_filters_logs:
             self.args.logging_nan_inf_filter = False
-
-    def _begin_guard(self) -> AccelerateGuard:
-        guard = AccelerateGuard(
-            self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, limits=LIMITS,
-            **self._hs_options,
-        )  # fmt: skip
-        self._put_scheduler(guard.follow(self.lr_scheduler))
-        return guard
 
     def _begin_captured(self) -> CapturedLoop:
         args = self.args

@@ -24,10 +24,8 @@ from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
-from halfstep.evidence.watch import Watch
 from halfstep.fast.windows import list_tensors
 from halfstep.hardware.probe import probe
-from halfstep.own_loop.arguments import check_count
 from halfstep.own_loop.loss import find_named
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
@@ -43,11 +41,6 @@ def make_recorder(
     rank = None if step.ranks is None else step.ranks.world.rank
     context = CapsuleContext(about={"plan": json.loads(step.plan.to_json())}, rank=rank)
     return Recorder(Path(folder), model or step.model, step, context, notice=warn_user, spikes=spikes)
-
-
-def make_watch(step: GuardedStep, every: int) -> Watch:
-    """Make the watch of `hs.Step(watch=every)`; with several ranks all measure, and rank 0 warns."""
-    return Watch(step, check_count("watch", every), notice=warn_user if step.is_first_rank else lambda text: None)
 
 
 def count_rows(batch: Any) -> int:

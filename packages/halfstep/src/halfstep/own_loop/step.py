@@ -23,7 +23,7 @@ from halfstep.fast.fp8_trial import plan_fp8_trial
 from halfstep.hardware.probe import probe
 from halfstep.own_loop import arguments
 from halfstep.own_loop.data_position import DataPosition
-from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
+from halfstep.own_loop.evidence import count_rows, make_recorder
 from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.precision.apply import apply
@@ -193,7 +193,9 @@ class Step:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
-        self._watch = make_watch(self._step, watch) if watch else None
+        every = arguments.check_count("watch", watch) if watch else 0
+        notice = warn_user if self._step.is_first_rank else lambda text: None  # all ranks measure
+        self._watch = Watch(self._step, every, notice=notice) if every else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
