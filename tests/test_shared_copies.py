@@ -58,7 +58,7 @@ def test_both_know_the_same_gpus_with_the_same_formats() -> None:
     table = "hardware/known_gpus.txt"
     assert (SHARED / "known_gpus.txt").read_bytes() == (LIBRARY / table).read_bytes()
     assert [(gpu.name, gpu.vendor, gpu.support) for gpu in copied_gpus.KNOWN] == [
-        (gpu.name, gpu.vendor, gpu.support) for gpu in gpus.KNOWN
+        (gpu.name, gpu.facts.vendor, gpu.facts.support) for gpu in gpus.KNOWN
     ]
     for name in ("v100", "rtx4090", "NVIDIA A100-SXM4-80GB", "Tesla T4", "M2 Max", "tpu v4"):
         ours, copy = gpus.look_up_gpu(name), copied_gpus.look_up_gpu(name)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.evidence.kernel_events import make_captured_ledger, split_replays
-from halfstep.evidence.precision_ledger import Ledger, LedgerRow
+from halfstep.evidence.precision_ledger import Ledger, LedgerRow, make_captured_ledger, split_replays
 
 CODE = Ledger(
     mode="compiled",
@@ -24,7 +23,7 @@ def test_a_recorded_step_of_a_unet_is_listed_whole() -> None:
     """A replay on an H200."""
     recorded = json.loads(gzip.decompress((Path(__file__).parent / "recorded_unet.json.gz").read_bytes()))
     (replay,) = split_replays(recorded["replay"])
-    seen = make_captured_ledger(CODE, replay)
+    seen = make_captured_ledger(CODE, replay, "captured")
     assert sum(kernel.calls for kernel in seen.kernels) == len(replay) == 275
     assert "_update" in {kernel.name for kernel in seen.kernels}  # of the commit
     assert sum(kernel.time_share for kernel in seen.kernels) == pytest.approx(1)

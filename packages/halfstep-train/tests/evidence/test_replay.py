@@ -47,7 +47,7 @@ def test_a_spike_is_laid_to_the_sample_that_made_it(tmp_path: Path) -> None:
         step.finish()
     found = hs.replay(capsule.list_capsules(tmp_path)[0], model, loss)
     assert found.cause == causes.SPIKE
-    assert found.diagnosis.rows == {(0, 2)}
+    assert found.diagnosis.rows.keys() == {(0, 2)}
     assert "sample 12" in found.diagnosis.shown[1]
     assert found.remedy is not None
     assert found.remedy.works

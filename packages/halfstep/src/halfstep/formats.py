@@ -48,20 +48,15 @@ class Format:
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
-    def max_exponent(self) -> int:
-        """Return the exponent of the largest number: finite-only formats use the code that IEEE reserves for
-        infinity."""
-        return self.bias if self.has_infinity else self.bias + 1
-
-    @property
     def spacing_at_1(self) -> float:
         return math.ldexp(1.0, -self.mantissa_bits)
 
     @property
     def largest(self) -> float:
-        # Finite-only formats lose their topmost mantissa code to NaN.
-        top = 2.0 - self.spacing_at_1 * (1 if self.has_infinity else 2)
-        return math.ldexp(top, self.max_exponent)
+        # Finite-only formats use the exponent that IEEE reserves for infinity, and lose its topmost mantissa to NaN.
+        if self.has_infinity:
+            return math.ldexp(2.0 - self.spacing_at_1, self.bias)
+        return math.ldexp(2.0 - 2 * self.spacing_at_1, self.bias + 1)
 
     @property
     def smallest_normal(self) -> float:

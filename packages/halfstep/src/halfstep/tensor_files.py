@@ -102,8 +102,10 @@ def write_tensors(
     with open_atomic_file(path) as hidden, hidden.open("wb") as file:
         file.write(head)
         for name in names:
-            for chunk in _cut_bytes(tensors[name]):
-                digest.update(chunk)
+            tensor = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+            whole = view_bytes(tensor) if tensor.numel() else memoryview(b"")
+            for start in range(0, len(whole), CHUNK_BYTES):
+                digest.update(chunk := whole[start : start + CHUNK_BYTES])
                 size += file.write(chunk)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
@@ -132,14 +134,6 @@ def refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:
                 why="its only complex format is complex64" if tensor.is_complex() else "the format has no such dtype",
                 fix="convert it to another dtype",
             )
-
-
-def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in chunks."""
-    if tensor.numel():
-        whole = view_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

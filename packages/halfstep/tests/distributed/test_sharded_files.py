@@ -192,11 +192,11 @@ TAMPERED = {
         lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text().replace('"start": 4', '"start": 3')[:-1]),
         "manifest.json",
     ),
-    "gap": (lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["pieces"].pop(0)), f"pieces of {WEIGHT} leave a gap at 0"),
-    "end": (lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["pieces"].pop()), f"pieces of {WEIGHT} end at 4 of 7"),
+    "gap": (lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["pieces"].pop(0)), f"slices of {WEIGHT} leave a gap at 0"),
+    "end": (lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["pieces"].pop()), f"slices of {WEIGHT} end at 4 of 7"),
     "overlap": (
         lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["pieces"][1].__setitem__(1, 3)),
-        f"pieces of {WEIGHT} leave an overlap at 3 of 7",
+        f"slices of {WEIGHT} leave an overlap at 3 of 7",
     ),
     "one rank fewer": (lambda f: edit(f, lambda m: m.update(ranks=1)), "one file for each of 1 ranks: it lists 2"),
     "a billion ranks": (

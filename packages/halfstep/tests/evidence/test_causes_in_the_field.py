@@ -289,7 +289,7 @@ def test_a_fault_of_the_field_is_named_and_the_change_works(
     assert found.remedy is not None, str(found)
     assert change in found.remedy.change, str(found)
     assert found.remedy.lasts or cause == causes.KERNEL, str(found)  # a kernel is not ours to fix
-    assert ", ".join(found.diagnosis.samples) == sample, str(found)
+    assert ", ".join(found.diagnosis.rows.values()) == sample, str(found)
     if cause not in (causes.BAD_STATE, causes.KERNEL):
         assert f"{Path(__file__).name}:" in found.diagnosis.origin.line, str(found)
 
@@ -542,7 +542,7 @@ def test_one_fault_behind_another_is_named_as_well(tmp_path: Path) -> None:
     with torch.no_grad():
         model[1].weight[1, 1] = torch.inf
     found = replay_fault(tmp_path, model, lambda b: model(b["x"]).square().mean(), {"x": x, "index": torch.arange(6)})
-    assert (found.cause, found.diagnosis.samples) == (causes.BAD_INPUT, ["3"])
+    assert (found.cause, [*found.diagnosis.rows.values()]) == (causes.BAD_INPUT, ["3"])
     assert (found.behind.cause, *found.behind.diagnosis.tensors) == (causes.BAD_STATE, "1.weight")
     assert found.behind.remedy.works
     assert "behind it\ncause: bad state" in str(found)
@@ -554,7 +554,7 @@ def test_two_samples_with_different_faults_are_both_named(tmp_path: Path) -> Non
     x[3, 2], y[5] = torch.nan, 9
     batch = {"x": x, "y": y, "index": torch.arange(6)}
     found = replay_fault(tmp_path, model, lambda b: F.cross_entropy(model(b["x"]), b["y"]), batch)
-    assert (found.cause, found.diagnosis.samples) == (causes.BAD_INPUT, ["3", "5"]), str(found)
+    assert (found.cause, [*found.diagnosis.rows.values()]) == (causes.BAD_INPUT, ["3", "5"]), str(found)
     assert found.remedy.works
 
 

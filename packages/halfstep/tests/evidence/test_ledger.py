@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import ConfigError
-from halfstep.evidence.compiled_code import GraphRecorder, parse_module_path, read_graphs
+from halfstep.evidence.compiled_code import parse_module_path, read_graphs, record_graphs
 from halfstep.evidence.observer import Observer, count_flops
 from halfstep.evidence.precision_ledger import Ledger, LedgerRow, Weights, make_ledger, observe, undo_after
 from tiny_training import graph_is_held
@@ -353,9 +353,9 @@ def test_flops_of_a_product_with_a_wider_result_are_counted() -> None:
 def compiled_ledger(model: nn.Module) -> Ledger:
     """In bf16 for real: simulated formats are not compiled."""
     step = step_of(model, "bf16")._step
-    loss, recorder = loss_of(model), GraphRecorder()
+    loss = loss_of(model)
     twin, _ = observe(step, loss, window())
-    compiled = recorder.compile(loss)
+    compiled, graphs = record_graphs(loss)
 
     def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compiled(batch)
@@ -363,7 +363,7 @@ def compiled_ledger(model: nn.Module) -> Ledger:
     with undo_after(step), torch.autocast("cpu", dtype=torch.bfloat16):
         forward(window()[0]).float().backward()
         weights = Weights.collect(model, step.optimizers)
-    return make_ledger(step.plan, read_graphs(recorder.graphs, model, {}, twin.seen), model, weights, mode="compiled")
+    return make_ledger(step.plan, read_graphs(graphs, model, {}, twin.seen), model, weights, mode="compiled")
 
 
 def test_graphs_tell_modules_formats_and_flops_forward_and_backward() -> None:

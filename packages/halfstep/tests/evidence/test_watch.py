@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.evidence.exponents import BIAS, RowMeasures, SentMeasures
 from halfstep.evidence.forecast import K, Limit, forecast
+from halfstep.evidence.watch import BIAS, RowMeasures, SentMeasures
 from replay_stand_in import replays_on_cpu
 
 

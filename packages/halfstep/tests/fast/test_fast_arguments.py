@@ -179,7 +179,7 @@ def test_a_bad_step_is_no_certificate() -> None:
 
 def test_the_certificate_names_optimizers_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a GPU has such forms: tests/gpu trains with each."""
-    monkeypatch.setattr("halfstep.own_loop.step.make_capturable", lambda *_: ["AdamW"])
+    monkeypatch.setattr("halfstep.own_loop.arguments.make_capturable", lambda *_: ["AdamW"])
     with replays_on_cpu():
         _, step, _ = train(fast="graph")
     assert str(step.certificate).endswith("; AdamW in the form for graphs, whose last bits may differ from fast='off'")

@@ -92,7 +92,7 @@ def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: KnownGPU) ->
     assert find_known(gpu.name) is gpu
     assert gpu.checked in ("datasheet", "secondary", "derived", "recalled")
     hardware = look_up_gpu(gpu.name)
-    assert dict(describe_identity(hardware))["checked"] == gpu.verification
+    assert dict(describe_identity(hardware))["checked"] == gpu.facts.published_check
     assert hardware.source == "table"
     assert hardware.device == ""
     assert hardware.published_source
@@ -105,12 +105,12 @@ def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: KnownGPU) ->
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.checked == "derived"], ids=lambda gpu: gpu.name)
 def test_a_derived_rate_is_its_units_times_two_times_its_clock(gpu: KnownGPU) -> None:
-    assert gpu.tflops["fp32"] == pytest.approx(gpu.units * 2 * gpu.boost_mhz / 1e6, rel=0.03)
+    assert gpu.facts.published_tflops["fp32"] == pytest.approx(gpu.units * 2 * gpu.boost_mhz / 1e6, rel=0.03)
 
 
 def test_only_derived_rows_carry_units_and_only_rows_without_rates_are_unverified() -> None:
     assert {gpu.name for gpu in KNOWN if gpu.units} == {gpu.name for gpu in KNOWN if gpu.checked == "derived"}
-    assert not any(gpu.tflops for gpu in KNOWN if gpu.checked == "recalled")
+    assert not any(gpu.facts.published_tflops for gpu in KNOWN if gpu.checked == "recalled")
     assert "recalled, not verified" in dict(describe_identity(look_up_gpu("M3 Max"))).values()
 
 

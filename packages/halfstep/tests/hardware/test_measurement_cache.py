@@ -57,15 +57,14 @@ def test_another_device_driver_or_torch_has_another_file(t4: Hardware, field: st
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"capability": [1]}', "null", "\x00\xff"])
-def test_a_corrupt_file_is_reported_and_measured_again(tmp_path: Path, t4: Hardware, content: str) -> None:
+def test_a_device_with_a_corrupt_file_is_measured_again(tmp_path: Path, t4: Hardware, content: str) -> None:
     counter = Counter()
     path = tmp_path / make_cache_key(t4)
     path.write_text(content)
     hardware = measure_once(t4, tmp_path, counter)
     assert counter.count == 1
     assert hardware.find_speedup("fp16") == pytest.approx(5.0)
-    assert any("could not be read" in note and "measured again" in note for note in hardware.notes)
-    assert not any("could not be read" in note for note in measure_once(t4, tmp_path, counter).notes)
+    measure_once(t4, tmp_path, counter)
     assert counter.count == 1
 
 

@@ -384,7 +384,7 @@ def test_a_state_stored_before_the_step_is_warned_about() -> None:
     step, model, loader = make_loop(0)
     for number, window in enumerate(step.windows(loader)):
         if number == 1:
-            with pytest.warns(UserWarning, match="called between step.windows and the step"):
+            with pytest.warns(UserWarning, match="called before the step of a window"):
                 step.state_dict()
         step(lambda batch: model(batch).square().mean(), window)
         step.state_dict()
@@ -407,7 +407,7 @@ def test_two_passes_at_once_are_warned_about() -> None:
     step, model, loader = make_loop(0)
     for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):
         step(lambda batch: model(batch).square().mean(), a)
-        with pytest.warns(UserWarning, match="only the newest of several passes is stored"):
+        with pytest.warns(UserWarning, match="only the newest is stored"):
             step.state_dict()
         break
 

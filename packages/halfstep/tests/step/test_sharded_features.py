@@ -317,7 +317,7 @@ def _make(precision: str = "fp32", dtype: torch.dtype = torch.float32, **more: A
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
-    "an optimizer created before sharding": (_make_before, "AdamW trains 12 parameters, and none of them belongs to"),
+    "an optimizer created before sharding": (_make_before, "AdamW trains no parameter of this"),
     "an optimizer created before some blocks": (_make_partly_before, "2 of 12 trained parameters do not belong to"),
     "several meshes": (_make_mixed, "sharded over several meshes"),
     "FSDP1": (_make_with_old_fsdp, "sharded by FullyShardedDataParallel"),

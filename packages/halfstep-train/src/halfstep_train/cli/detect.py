@@ -107,7 +107,7 @@ def print_known(*, as_json: bool) -> None:
 
     names: dict[str, list[str]] = {}
     for gpu in KNOWN:
-        names.setdefault(f"{gpu.vendor} {gpu.architecture}", []).append(gpu.name)
+        names.setdefault(f"{gpu.facts.vendor} {gpu.facts.architecture}", []).append(gpu.name)
     if as_json:
         import json
 

@@ -496,8 +496,8 @@ PUBLISHED_AS = {"fp8": "fp8_e4m3"}
 def find_peak_flops(plan: Plan) -> float | None:
     """Return the published peak FLOP/s of the plan's device in its format; None if unknown."""
     known = find_known(plan.device_name) if plan.device.startswith("cuda") else None
-    tflops = known.tflops.get(PUBLISHED_AS.get(plan.compute, plan.compute)) if known is not None else None
-    return tflops * 1e12 if tflops else None
+    rates = known.facts.published_tflops if known is not None else {}
+    return rates.get(PUBLISHED_AS.get(plan.compute, plan.compute), 0.0) * 1e12 or None
 
 
 def compute_utilisation(unit: Unit, samples_per_s: float, peak: float | None) -> float | None:

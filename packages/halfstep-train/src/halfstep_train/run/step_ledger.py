@@ -21,9 +21,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from halfstep.disk import write_atomically
 from halfstep.errors import summarise_error
-from halfstep.evidence.compiled_code import GraphRecorder, count_graphs, read_graphs
-from halfstep.evidence.kernel_events import Event, make_captured_ledger, split_replays
-from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after
+from halfstep.evidence.compiled_code import read_graphs, record_graphs
+from halfstep.evidence.precision_ledger import (
+    Event,
+    Ledger,
+    Weights,
+    make_captured_ledger,
+    make_ledger,
+    observe,
+    split_replays,
+    undo_after,
+)
 from halfstep.step.step import LossFn
 from halfstep_train.kernels.fast_forms import allow_chains
 from halfstep_train.run.assemble import Assembly
@@ -85,15 +93,15 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
     to_ledger = partial(
         make_ledger, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )
-    eager = to_ledger(observer, mode=_name_mode("eager", phase))
+    eager = to_ledger(observer.seen, mode=_name_mode("eager", phase))
     if engine.mode == "eager" or parts.workload.blocks:
         return [eager]  # blocks are compiled once to save minutes, which tracing the whole model would cost
-    recorder = GraphRecorder()
+    compiled, graphs = record_graphs(engine.parts.eager)
     with undo_after(step), allow_chains(on=False), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the compiler, about code that is traced for the ledger only
-        step.compute(drop_outputs(recorder.compile(engine.parts.eager)), prepared)
-    seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
-    notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
+        step.compute(drop_outputs(compiled), prepared)
+    seen = read_graphs(graphs, step.model, frozen, observer.seen)
+    notes = _describe_limits(engine, sum(direction == "forward" for direction, _ in graphs))
     return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)]
 
 

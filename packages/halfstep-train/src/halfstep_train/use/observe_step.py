@@ -17,8 +17,7 @@ from torch import Tensor
 from halfstep.evidence.attempts import Subject
 from halfstep.evidence.capsule import collect_state, copy_state
 from halfstep.evidence.dry_run import Judgement, judge_modules, judge_updates
-from halfstep.evidence.kernel_events import Event
-from halfstep.evidence.precision_ledger import Ledger
+from halfstep.evidence.precision_ledger import Event, Ledger
 from halfstep.formats import DryRunTarget
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide

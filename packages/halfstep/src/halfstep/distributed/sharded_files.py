@@ -366,13 +366,9 @@ class StoredShards:
             problem = f"{type(error).__name__}: {error}"
         problems = world.gather(problem) if world is not None else [problem]
         if found := next(filter(None, problems), ""):
-            raise mark_agreed(
-                CheckpointError(
-                    f"checkpoint {folder.name} is damaged: {found}",
-                    why="a file is missing, edited or from another save, or the disk or a copy damaged it",
-                    fix="load an older save, or copy it again",
-                )
-            )
+            why = "a file is missing, edited or from another save, or the disk or a copy damaged it"
+            fix = "load an older save, or copy it again"
+            raise mark_agreed(CheckpointError(f"checkpoint {folder.name} is damaged: {found}", why=why, fix=fix))
 
     def _check(self) -> None:
         try:
@@ -417,15 +413,12 @@ class StoredShards:
         if own == stored:
             return ""
         then, now = _describe_mesh(stored), _describe_mesh(own)
-        if not reshard:
-            raise mark_agreed(
-                CheckpointError(
-                    f"checkpoint {self.folder.name} was saved with {then}, and this is {now}",
-                    why="with other ranks, sums are added in another order, so training would not continue exactly",
-                    fix=f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}",
-                )
-            )
-        return f"checkpoint {self.folder.name} was saved with {then}, and this is {now}: it cannot continue bit-exactly"
+        what = f"checkpoint {self.folder.name} was saved with {then}, and this is {now}"
+        if reshard:
+            return f"{what}: it cannot continue bit-exactly"
+        why = "with other ranks, sums are added in another order, so training would not continue exactly"
+        fix = f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}"
+        raise mark_agreed(CheckpointError(what, why=why, fix=fix))
 
     def open(self, mesh: DeviceMesh | None = None, rank: int | None = None) -> tuple[Any, LazyTensors]:
         """Return this rank's document and tensors: of sharded ones its pieces; whole without a mesh.
@@ -457,9 +450,8 @@ class StoredShards:
         entry = self.manifest["sharded"][name]
         shape, dim, dtype = list(entry["shape"]), entry["dim"], BY_NAME[entry["dtype"]]
         if dim is None:
-            whole = (
-                self._files[entry["pieces"][0][0]].read(name) if entry["pieces"] else torch.empty(shape, dtype=dtype)
-            )
+            holder = next((rank for rank, *_ in entry["pieces"]), None)
+            whole = torch.empty(shape, dtype=dtype) if holder is None else self._files[holder].read(name)
             return whole if mesh is None else _wrap(whole, mesh, shape, None)
         start, length = (0, shape[dim]) if mesh is None else _find_range(mesh, shape[dim])
         local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=dtype)

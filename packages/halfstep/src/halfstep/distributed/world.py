@@ -198,10 +198,9 @@ class World(Share):
 
     def _has_ended(self) -> bool:
         """True if another rank has met an error: it will not reach this step."""
-        try:
+        with suppress(RuntimeError):  # the store went with the rank that held it
             return self._store.add("shown", 0) > 0
-        except RuntimeError:  # the store went with the rank that held it
-            return True
+        return True
 
     def is_first_to_show(self, error: BaseException) -> bool:
         """True if this rank shows the error: the one that met it, not those that lost that rank because of it."""
@@ -223,16 +222,11 @@ class World(Share):
             vars(wrapped).update(reducer=None, logger=None, process_group=None)
         with suppress(RuntimeError):  # of a peer that is gone
             leave()
-        if self.is_first:
-            self._wait_for_readers()
-
-    def _wait_for_readers(self) -> None:
-        """Wait until the others have read who showed the error: the store may end with this rank."""
-        until = time.monotonic() + GRACE_S
+        # The first rank waits until the others have read who showed the error: the store may end with it.
+        until, waiting = time.monotonic() + GRACE_S, self._others if self.is_first else []
         with suppress(RuntimeError):
-            while time.monotonic() < until and any(
-                self._is_there(rank) and not self._store.check([f"knows/{rank}"]) for rank in self._others
-            ):
+            while waiting and time.monotonic() < until:
+                waiting = [r for r in waiting if self._is_there(r) and not self._store.check([f"knows/{r}"])]
                 time.sleep(0.05)
 
     # --- texts for other ranks, without collectives: also from threads while the ranks train ---

@@ -105,12 +105,6 @@ class Subject:
             module = module.rpartition(".")[0]
         return {name: value for name, value in floating.items() if "." not in name}
 
-    def list_trained_names(self) -> set[str]:
-        """Return the names of the parameters that the step trains."""
-        trained = {id(p) for p in self.trained}
-        named = self.model.named_parameters()
-        return {name for name, p in named if p.requires_grad and (not trained or id(p) in trained)}
-
     def list_buffer_names(self) -> set[str]:
         """Return the names of all buffers, those of other modules with their prefix."""
         return {
@@ -118,11 +112,6 @@ class Subject:
             for part, module in {"": self.model, **self.list_other_modules()}.items()
             for name, _ in module.named_buffers()
         }
-
-    def is_good_with(self, changed: Mapping[str, Tensor]) -> bool:
-        """True if the step is good with some of its state replaced."""
-        with self.replace_state(changed):
-            return attempt(self, "other state").is_good
 
     @contextlib.contextmanager
     def replace_state(self, changed: Mapping[str, Tensor]) -> Iterator[None]:
@@ -242,10 +231,12 @@ def _run_steps(
     update = subject.update
     optimizers = update.build(subject.model) if update is not None and num_more else []
     while True:
-        value = _run_backward(subject, plan, loss, draw(), trace)
-        found = replace(_describe_attempt(subject, name, plan, value, trace), losses=losses)
+        subject.model.train()
+        with freeze_others(subject.model, subject.trained or subject.model.parameters()):
+            value = _run_window(subject, plan, loss, draw(), trace)
+        found = _describe_attempt(subject, name, plan, value, trace)
         gradients = gradients if losses else found.gradients
-        found = replace(found, gradients=gradients)
+        found = replace(found, losses=losses, gradients=gradients)
         if update is None or not found.is_good or len(losses) == num_more:
             return found
         update.step(optimizers, _get_scale(subject, plan))
@@ -258,16 +249,8 @@ def _run_steps(
         subject = replace(subject, scale=1.0)
 
 
-def _run_backward(
-    subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: RangeTrace | None
-) -> Tensor:
-    """Run forward and backward over the window, weighting its batches as the step does."""
-    subject.model.train()
-    with freeze_others(subject.model, subject.trained or subject.model.parameters()):
-        return _run_window(subject, plan, loss, window, trace)
-
-
 def _run_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: RangeTrace | None) -> Tensor:
+    """Run forward and backward over the window, weighting its batches as the step does."""
     total = torch.zeros((), device=subject.device)
     weights, unit = 0.0, None
     for batch in window:

@@ -96,7 +96,7 @@ def write_capsule(
     rng: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     config: str = "",
-) -> Path:
+) -> None:
     """Write the capsule atomically; only that of a run, which has a config, replaces another one."""
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
@@ -108,12 +108,8 @@ def write_capsule(
             (hidden / ABOUT).write_text(json.dumps(to_strict_json(document), indent=1), encoding="utf-8")
     except (OSError, TypeError) as error:
         why = "its batches have values that JSON cannot store" if isinstance(error, TypeError) else "training continues"
-        raise CheckpointError(
-            f"cannot write the capsule {path}: {error}",
-            why=why,
-            fix="free disk space, or turn capsules off: capsules=0",
-        ) from error
-    return path
+        fix = "free disk space, or turn capsules off: capsules=0"
+        raise CheckpointError(f"cannot write the capsule {path}: {error}", why=why, fix=fix) from error
 
 
 def read_capsule(path: Path) -> Capsule:

@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.evidence import samples
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, find_twin, has_fractions
 from halfstep.evidence.recorder import find_non_finite
-from halfstep.evidence.samples import (
-    BadSample,
-    drop_samples,
-    find_bad_samples,
-    find_culprits,
-    find_odd_samples,
-    find_outliers,
-    name_sample,
-)
 from halfstep.formats import find_format
 from halfstep.precision.plan import Plan
 
@@ -75,11 +67,9 @@ class Diagnosis:
     """Sentences, each an observation."""
     origin: Operation | None = None
     attempts: list[Attempt] = field(default_factory=list)
-    places: list[BadSample] = field(default_factory=list)
-    rows: set[tuple[int, int]] = field(default_factory=set)
-    """Samples to drop."""
-    samples: list[str] = field(default_factory=list)
-    """Names of bad samples."""
+    places: list[samples.BadSample] = field(default_factory=list)
+    rows: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Names of the samples to drop."""
     averages: list[str] = field(default_factory=list)
     """Names of averages that are not finite."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -115,17 +105,14 @@ def run_all(subject: Subject) -> Runs:
     as_was, again = (attempt(subject, "as it was", loss=subject.variants.get("as it was")) for _ in range(2))
     eager = attempt(subject, "eager", traced=True)
     in_fp32 = subject.plan_for("fp32", {})
+    others = {name: loss for name, loss in subject.variants.items() if name != "as it was"}
     return Runs(
         as_was=as_was,
         again=again,
         eager=replace(eager, name="as it was") if eager.is_like(as_was) else eager,
         fp32=attempt(subject, "fp32", in_fp32, traced=True),
         fp64=_run_in_fp64(subject, in_fp32),
-        others={
-            name: attempt(subject, name, loss=variant)
-            for name, variant in subject.variants.items()
-            if name != "as it was"
-        },
+        others={name: attempt(subject, name, loss=loss) for name, loss in others.items()},
     )
 
 
@@ -173,12 +160,12 @@ def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) 
 
     Numbers that no other sample has make it bad input; only then may several samples be to blame.
     """
-    rows = find_culprits(subject)
-    places = find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
+    rows = samples.find_culprits(subject)
+    places = samples.find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
     if not rows or len(rows) > max(len(places), 1):
         return
-    found.rows, found.samples = rows, [name_sample(subject.window, row, names) for row in sorted(rows)]
-    found.shown.append(f"without sample {', '.join(found.samples)} the step is good")
+    found.rows = {row: samples.name_sample(subject.window, row, names) for row in sorted(rows)}
+    found.shown.append(f"without sample {', '.join(found.rows.values())} the step is good")
     if places:
         found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
 
@@ -215,11 +202,10 @@ def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: M
         return _diagnose_state(subject, capsule) or not_again
     if (kernel := _diagnose_custom_kernel(runs)) is not None:
         return kernel
-    found = find_outliers(subject, names)
+    found = samples.find_outliers(subject, names)
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
-        rows, samples = {place for place, *_ in found}, [name for _, name, _ in found]
-        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows=rows, samples=samples)
+        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows={place: name for place, name, _ in found})
     return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_describe_trail(capsule)])
 
 
@@ -242,18 +228,17 @@ def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
 
 
 def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
-    places = find_bad_samples(subject.window, names)
-    rows = {(place.batch, place.row) for place in places}
+    places = samples.find_bad_samples(subject.window, names)
+    rows = {(place.batch, place.row): place.sample for place in places}
     if not rows:
         return None
-    left = drop_samples(subject.window, rows)
+    left = samples.drop_samples(subject.window, rows)
     # NaN that the loss ignores, such as NaN targets, is no fault: without those samples the step fails at the same
     # place. Where it is one, the step is then good, or fails elsewhere because of a second fault.
     rest = attempt(subject, "without those samples", window=left, traced=True) if left else None
     if rest is not None and not rest.is_good and _describe_place(rest) == _describe_place(runs.eager):
         return None
-    shown, samples = [str(place) for place in places], [place.sample for place in places]
-    return Diagnosis(cause=BAD_INPUT, shown=shown, places=places, rows=rows, samples=samples)
+    return Diagnosis(cause=BAD_INPUT, shown=[str(place) for place in places], places=places, rows=rows)
 
 
 def _describe_place(run: Attempt) -> tuple[str, str]:
@@ -280,7 +265,9 @@ def _diagnose_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
     near, buffers = subject.find_state_near(runs.eager.origin.module), subject.list_buffer_names()
     for name, value in ((name, value) for name, value in near.items() if name in buffers):
         bad = torch.ones_like(value, dtype=torch.bool) if not value.any() else value < 0
-        if bad.any() and subject.is_good_with({name: value.masked_fill(bad, 1.0)}):
+        with subject.replace_state({name: value.masked_fill(bad, 1.0)}):
+            is_cause = bool(bad.any()) and attempt(subject, "other state").is_good
+        if is_cause:
             found = "nothing but zeros: never written?" if not value.any() else f"{float(value.min()):.3g}"
             shown = [f"{name} contains {found}", "with 1 in its place the step is good"]
             return Diagnosis(cause=BAD_STATE, shown=shown, origin=runs.eager.origin, tensors={name: bad})
@@ -303,28 +290,21 @@ def _diagnose_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
 def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
     start = {name: size for name, size in capsule.about["start"].items() if isinstance(size, float) and size > 0}
     # Buffers and frozen weights do not grow by the learning rate, such as a codebook that forward moves by averages.
-    unmoved = {*dict(subject.model.named_buffers())}
-    unmoved |= {name for name, weight in subject.model.named_parameters() if not weight.requires_grad}
-    own = {name: value for name, value in subject.state.items() if name not in unmoved}
-    matrices = [name for name, value in own.items() if value.ndim >= 2 and name in start]
-    if not matrices:
-        return None
-    numbers = [subject.state[name].numel() for name in matrices]
+    moved = {name for name, weight in subject.model.named_parameters() if weight.requires_grad}
+    own = {name: value for name, value in subject.state.items() if name in moved}
+    matrices = {name: value for name, value in own.items() if value.ndim >= 2 and name in start}
+    squares = {name: float(value.abs().double().square().sum()) for name, value in matrices.items()}
     # Norms over all matrices: of the start from the recorded root mean squares, n · rms² = Σ w².
-    before = math.sqrt(sum(n * start[name] ** 2 for n, name in zip(numbers, matrices, strict=True)))
-    now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
-    if now < GROWTH * before:
+    before = math.sqrt(sum(value.numel() * start[name] ** 2 for name, value in matrices.items()))
+    now = math.sqrt(sum(squares.values()))
+    if not matrices or now < GROWTH * before:
         return None
     with subject.replace_state(_draw_first_weights(subject, capsule)):
         if not attempt(subject, "weights of the start").is_good:  # then they are not what is at fault
             return None
-    most = max(
-        matrices, key=lambda name: float(subject.state[name].abs().double().square().mean().sqrt()) / start[name]
-    )
-    shown = [
-        f"the weights have grown {now / before:.3g} times since training began, {most} most",
-        *_describe_trail(capsule),
-    ]
+    most = max(matrices, key=lambda name: math.sqrt(squares[name] / matrices[name].numel()) / start[name])
+    shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most"]
+    shown += _describe_trail(capsule)
     losses = _list_losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
     return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
@@ -370,11 +350,13 @@ def _diagnose_attention(runs: Runs) -> Diagnosis | None:
     cannot overflow, everything in attention is finite: then cuDNN's kernel is at fault.
     """
     op = runs.eager.origin
-    if op is None or not (op.is_backward and _is_attention(op) and _is_undefined(op) and runs.fp32.is_good):
+    if op is None or not (op.is_torch and op.is_backward and "attention" in op.name):
+        return None
+    if not _is_undefined(op) or not runs.fp32.is_good:
         return None
     # dS = P · (dO·Vᵀ - Σ dO·O) with P <= 1: each term is a sum over at most MOST_CHANNELS products, and |O| is at most
     # the largest |V|.
-    of_output, _, _, values = op.inputs[:4]
+    of_output, _, _, values = op.inputs[:4]  # the output's gradient, queries, keys and values
     format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
     shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:4])]
     if most > find_format(format).largest:
@@ -382,11 +364,6 @@ def _diagnose_attention(runs: Runs) -> Diagnosis | None:
         return Diagnosis(cause=OVERFLOW, shown=shown, origin=op)
     shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
     return Diagnosis(cause=KERNEL, shown=shown, origin=op)
-
-
-def _is_attention(op: Operation) -> bool:
-    """True for torch's attention, whose backward takes the output's gradient, queries, keys and values first."""
-    return op.is_torch and "attention" in op.name
 
 
 def _diagnose_numbers(runs: Runs) -> Diagnosis:
@@ -402,7 +379,9 @@ def _diagnose_numbers(runs: Runs) -> Diagnosis:
     if origin.outside is not None:
         shown = [f"{origin.place} is given a tensor of shape {origin.outside} that was not finite before the step"]
         return Diagnosis(cause=BAD_STATE, shown=shown, origin=origin)
-    twin = _find_twin(runs, origin)
+    # The same operation in the fp32 run, or in the fp64 run if fp32 fails too.
+    own, wider = runs.eager.trace, (runs.fp32 if runs.fp32.is_good else runs.fp64).trace
+    twin = find_twin(origin, wider, own) if own is not None and wider is not None else None
     cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
     if _is_undefined(origin):
@@ -424,12 +403,6 @@ def _describe_wider_formats(runs: Runs) -> str:
     return f"fp32 is not enough{fp64}"
 
 
-def _find_twin(runs: Runs, origin: Operation) -> Operation | None:
-    """Return the same operation in the fp32 run, or in the fp64 run if fp32 fails too."""
-    own, wider = runs.eager.trace, (runs.fp32 if runs.fp32.is_good else runs.fp64).trace
-    return find_twin(origin, wider, own) if own is not None and wider is not None else None
-
-
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
     """True if zeros, or only -inf, caused it: in a wider format the output is one that this format could hold."""
     # If the exact result does not fit the format, it is an overflow, whatever the inputs were.
@@ -440,7 +413,9 @@ def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
         return True
     if twin is not None and twin.output.num_inf and all(r.high < LARGE for r in origin.inputs):
         return True
-    if origin.name not in DIVIDING and not _multiplies_infinity(origin):
+    # 0 · inf in backward, where a division is a product with the inverse.
+    is_product = origin.is_backward and origin.output.num_nan > 0 and any(r.num_zero for r in origin.inputs)
+    if origin.name not in DIVIDING and not is_product:
         return False
     return any(r.num_zero or r.num_inf for r in origin.inputs) or bool(origin.output.num_nan)
 
@@ -448,11 +423,6 @@ def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
 def _is_undefined(origin: Operation) -> bool:
     """True for NaN from finite inputs: 0/0, the root of -1, a mean over nothing. Overflow would give infinity."""
     return origin.output.num_nan > 0 and all(r.is_finite for r in origin.inputs)
-
-
-def _multiplies_infinity(origin: Operation) -> bool:
-    """True for 0 · inf in backward, where a division is a product with the inverse."""
-    return origin.is_backward and origin.output.num_nan > 0 and any(r.num_zero for r in origin.inputs)
 
 
 def _describe_trail(capsule: Capsule) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.evidence.attempts import Attempt, Subject, attempt
+from halfstep.evidence.attempts import Subject, attempt
 from halfstep.evidence.ranges import ROOT, Operation, RangeTrace
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, DryRunTarget, Format
 from halfstep.precision.simulate import round_to
@@ -112,7 +112,10 @@ def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list
     in_target = None
     if target != "fp8":
         in_target = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
-    held = _find_held(in_target, target) if in_target is not None else {}
+    # Whether each operation gives numbers in the format, by module, name, direction and occurrence.
+    held = {}
+    if in_target is not None and in_target.trace is not None:
+        held = {key: op.output.dtype == DTYPES[target] for key, op in _enumerate_operations(in_target.trace)}
     cast = {module for (module, name, *_), is_held in held.items() if is_held and name in (*PRODUCTS, "convolution")}
     """Modules whose weights autocast casts to the format, which an fp32 step does not show."""
     found: dict[tuple[str, str], Magnitudes] = {}
@@ -133,18 +136,19 @@ def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list
         module = name.rpartition(".")[0] or "(root)"
         if target == "bf16-true" or module in cast and parameter.ndim > 1:
             found.setdefault((module, "weights"), Magnitudes()).add(parameter)
-    scale = _find_best_scale(found) if target == "fp16" else 1.0
+    scale = 1.0
+    high = max((m.high for (_, kind), m in found.items() if kind == "gradients"), default=0.0)
+    if target == "fp16" and high:
+        # The largest power of two at which no gradient overflows: the result of the scaler's search.
+        scale = 2.0 ** min(math.floor(math.log2(FP16.largest / high)), 24)
     rows = [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
-    return [*rows, _describe_refusal(in_target)] if in_target is not None and in_target.error else rows
-
-
-def _describe_refusal(run: Attempt) -> Judgement:
-    """Describe an operation that raises in the format: the step ends there, and nothing after it was judged."""
-    where = run.origin.module if run.origin is not None else ROOT
-    remedy = f"{run.error}: hs.fp32_island() around it; later operations are not judged"
-    return Judgement(
-        module=where, kind="operations", verdict="refuses the format", headroom_bits=math.inf, lost=0.0, remedy=remedy
-    )
+    if in_target is not None and in_target.error:  # the step ends there, and nothing after it was judged
+        where = in_target.origin.module if in_target.origin is not None else ROOT
+        remedy = f"{in_target.error}: hs.fp32_island() around it; later operations are not judged"
+        kind, verdict = "operations", "refuses the format"
+        refused = Judgement(module=where, kind=kind, verdict=verdict, headroom_bits=math.inf, lost=0.0, remedy=remedy)
+        rows.append(refused)
+    return rows
 
 
 def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], saved_by: str = "") -> list[Judgement]:
@@ -171,12 +175,6 @@ def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sav
     ]  # fmt: skip
 
 
-def _find_held(run: Attempt, target: DryRunTarget) -> dict[tuple[Any, ...], bool]:
-    """Return whether each operation gives numbers in the format, by module, name, direction and occurrence."""
-    assert run.trace is not None
-    return {key: op.output.dtype == DTYPES[target] for key, op in _enumerate_operations(run.trace)}
-
-
 def _enumerate_operations(trace: RangeTrace) -> Iterable[tuple[tuple[Any, ...], Operation]]:
     seen: Counter[tuple[str, str, bool]] = Counter()
     for op in trace.operations:
@@ -195,13 +193,6 @@ def _select_magnitudes(
     for key, op in _enumerate_operations(trace):
         if held.get(key) and op.index in trace.outputs:
             yield (op.module, op.is_backward), trace.outputs[op.index]
-
-
-def _find_best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
-    """Return the largest loss scale, a power of two, at which no gradient overflows: the result of the scaler's
-    search."""
-    high = max((m.high for (_, kind), m in found.items() if kind == "gradients"), default=0.0)
-    return 2.0 ** min(math.floor(math.log2(FP16.largest / high)), 24) if high else 1.0
 
 
 def _judge(module: str, kind: str, found: Magnitudes, target: DryRunTarget, scale: float) -> Judgement:

@@ -128,7 +128,9 @@ def forecast(
     latest = left / slowest if slowest > 0 else math.inf
     ways = [left / fastest, latest, ahead, *(_cross(left, recent, one, span) for one in bends)]
     if limit.is_upper and limit.of == "high":  # growth may be linear, which is slower than exponential
-        ways.append(_cross_linearly(steps, values, limit.level))
+        numbers = [2.0 ** (value - limit.level) for value in values]  # relative to the level
+        speed = median(_list_slopes(steps, numbers))
+        ways.append((1 - numbers[-1]) / speed if speed > 0 else 0.0)
     return Crossing(now + ahead, now + min(ways), now + min(max(ways), MOST_WIDE * ahead), left, slope, is_sure)
 
 
@@ -140,13 +142,6 @@ def _cross(left: float, speed: float, bend: float, span: float) -> float:
         return left / speed
     covered = 1 + left * rate / (speed * span)
     return span * math.log(covered) / rate if covered > 0 else math.inf
-
-
-def _cross_linearly(steps: Sequence[float], values: Sequence[float], level: float) -> float:
-    """Return the steps until numbers with these logarithms cross a level, if they grow linearly."""
-    numbers = [2.0 ** (value - level) for value in values]  # relative to the level
-    speed = median(_list_slopes(steps, numbers))
-    return (1 - numbers[-1]) / speed if speed > 0 else 0.0
 
 
 def _list_slopes(steps: Sequence[float], values: Sequence[float]) -> list[float]:
@@ -178,17 +173,12 @@ def describe_crossing(
     if found.at <= step:
         when = "crossed now"
     else:
-        about, low, high = (round_steps(max(at - step, 0)) for at in (found.at, found.low, found.high))
+        left = [max(round(at - step), 0) for at in (found.at, found.low, found.high)]
+        about, low, high = (f"{round(steps, min(2 - len(str(steps)), 0)):,}" for steps in left)  # two digits: `1,900`
         when = f"in about {about} steps (90 % interval {low} to {high})"
     more = f"; so do {num_more} more modules" if num_more > 1 else "; so does one more module" if num_more else ""
     message = f"{name}, {kind}: {limit.threshold} {when}{more}. {limit.fix}"
     return WatchWarning(module, kind, limit.threshold, step, found.at, found.low, found.high, message)
-
-
-def round_steps(steps: float) -> str:
-    """Return two significant digits: `1,900`."""
-    digits = max(len(str(int(steps))) - 2, 0)
-    return f"{int(round(steps, -digits)):,}"
 
 
 # --- what each kind is compared with ---

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,10 +72,7 @@ class ModuleHooks:
             self.note(name, ACTIVATION, tensor.detach(), tensor.dtype)
             if tensor.requires_grad:
                 # The hook returns nothing, so the gradient is passed on as it is.
-                tensor.register_hook(partial(self._note_gradient, name))
-
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self.note(name, GRADIENT, gradient.detach(), gradient.dtype)
+                tensor.register_hook(lambda g, name=name: self.note(name, GRADIENT, g.detach(), g.dtype))
 
     def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], half: torch.dtype | None) -> None:
         """Note what enters attention, a softmax over keys, or a cast to fp8; `half` is autocast's dtype."""
@@ -103,9 +99,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.hooks = hooks
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in WATCHED_CALLS:
             device = self.hooks.device
             # Without autocast, which would keep casts of weights made here, without gradients, for the step itself.

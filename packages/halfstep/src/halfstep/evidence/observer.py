@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,15 +74,33 @@ class Seen:
     kept: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes kept for backward by module and format; weights do not count."""
 
+    def add_product(
+        self, module: str, direction: Direction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        result: Any, *, is_island: bool, function: str,
+    ) -> None:  # fmt: skip
+        """Add the format and FLOPs of a matmul, convolution, attention or custom operation."""
+        if not (name := find_compute_format(func, args, kwargs)):
+            return
+        operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname
+        found = Product(module, direction, operation, name, is_island and name == "fp32", is_custom(func), function)
+        self.calls[found] += 1
+        if flops := count_flops(func, args, kwargs, result):
+            self.flops[found] += flops
 
-@dataclass(frozen=True, slots=True)
-class _Location:
+    def add_cast(self, module: str, direction: Direction, source: Tensor, result: Tensor) -> None:
+        """Add a change of format between floating-point tensors."""
+        if source.dtype != result.dtype and source.is_floating_point() and result.is_floating_point():
+            found = Cast(module, direction, name_format(source.dtype), name_format(result.dtype))
+            self.casts[found] += 1
+            self.cast_bytes[found] += result.nbytes
+
+
+class _Location(NamedTuple):
     module: str
     is_island: bool
 
 
-@dataclass(slots=True)
-class _Entered:
+class _Entered(NamedTuple):
     module: str
     node: int | None
     """The node of backward that was running: then it is a recomputed forward pass."""
@@ -125,7 +143,7 @@ class Observer:
         # Modules that are not in the model, such as those made inside a forward, count as the enclosing one. The number
         # of the running backward node, if there is one, marks a recomputed forward pass.
         enclosing = self._stack[-1].module if self._stack else OUTSIDE
-        self._stack.append(_Entered(self.names.get(module, enclosing), _get_number(_get_node())))
+        self._stack.append(_Entered(self.names.get(module, enclosing), _get_number(torch._C._current_autograd_node())))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
@@ -133,16 +151,20 @@ class Observer:
 
     def locate(self) -> tuple[_Location, Direction, str]:
         """Return module, direction, and the custom autograd Function that runs."""
-        node = _get_node()
-        here = self._stack[-1] if self._stack else None
+        node: Any = torch._C._current_autograd_node()
+        here = self._stack[-1] if self._stack else _Entered(OUTSIDE, None)
         # Forward: no node of backward runs, or the module was entered while this same node ran, as when checkpointing
         # recomputes a block.
-        if node is None or here is not None and here.node == _get_number(node):
-            place = _Location(here.module if here is not None else OUTSIDE, is_on_island())
+        if here.node == _get_number(node) or node is None:
+            place = _Location(here.module, is_on_island())
             self._remember(place)
             return place, "forward", ""
         function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
-        return self._find_location(node._sequence_nr()), "backward", function
+        # That of the first operation that ran after the node was created: several nodes made by one call share the
+        # location noted after the last of them.
+        found = bisect.bisect_left(self._numbers, node._sequence_nr())
+        place = self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
+        return place, "backward", function
 
     def _remember(self, place: _Location) -> None:
         if threading.get_ident() != self._thread:
@@ -156,35 +178,7 @@ class Observer:
             self._numbers.append(number)
             self._places.append(place)
 
-    def _find_location(self, number: int) -> _Location:
-        """Return the location of the first operation that ran after the node was created."""
-        # The entry at or after the node: several nodes made by one call share the location noted after the last of
-        # them.
-        found = bisect.bisect_left(self._numbers, number)
-        return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
-
     # --- what ---
-
-    def record_product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record the format and FLOPs of a matmul, convolution, attention or custom operation."""
-        name = find_compute_format(func, args, kwargs)
-        if not name:
-            return
-        place, direction, function = self.locate()
-        operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname
-        found = Product(place.module, direction, operation, name, place.is_island, is_custom(func), function)
-        self.seen.calls[found] += 1
-        if flops := count_flops(func, args, kwargs, result):
-            self.seen.flops[found] += flops
-
-    def record_cast(self, source: Tensor, result: Tensor) -> None:
-        """Record a change of format between floating-point tensors."""
-        if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
-            return
-        place, direction, _ = self.locate()
-        found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
-        self.seen.casts[found] += 1
-        self.seen.cast_bytes[found] += result.nbytes
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -204,21 +198,15 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.observer = observer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result, seen = func(*args, **kwargs), self.observer.seen
+        (module, is_island), direction, function = self.observer.locate()  # notes the nodes of all operations
         if is_product(func):
-            self.observer.record_product(func, args, kwargs or {}, result)
+            seen.add_product(module, direction, func, args, kwargs, result, is_island=is_island, function=function)
         elif func is torch.ops.aten._to_copy.default:
-            self.observer.record_cast(args[0], result)
-        else:
-            self.observer.locate()  # notes the nodes of operations that are not counted
+            seen.add_cast(module, direction, args[0], result)
         return result
-
-
-def _get_node() -> Any:
-    return torch._C._current_autograd_node()
 
 
 def _get_number(node: Any) -> int | None:

@@ -41,9 +41,7 @@ class AtLines(TorchFunctionMode):
         self.lines, self.patch, self.passes_gradient = set(lines), patch, passes_gradient
         self.num_changed = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         changed = self.patch(_get_name(func), args, kwargs) if _find_own_line(sys._getframe(1)) in self.lines else None
         if changed is None:
@@ -161,9 +159,7 @@ class InLogs(TorchFunctionMode):
         there, and the function that z is given to."""
         self._known: dict[int, KnownLog] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), _get_name(func)
         if not isinstance(result, Tensor) or not result.is_floating_point() or not args:
@@ -230,9 +226,7 @@ class IslandAt(TorchFunctionMode):
         self.line, self.dtype = line, dtype
         self.has_widened = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _find_own_line(sys._getframe(1)) != self.line:
             return func(*args, **kwargs)
@@ -258,9 +252,7 @@ class WithoutCasts(TorchFunctionMode):
         self.lines: dict[str, None] = {}
         """Lines of skipped casts, in the order in which they ran."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _get_name(func) not in CASTS or not isinstance(result, Tensor) or result.dtype not in self.dtypes:
             return result

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -77,15 +77,8 @@ class Ledger:
     """Kernels of a captured step, the longest first."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "summary": self.summary,
-            "mode": self.mode,
-            "step": self.step,
-            "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "notes": list(self.notes),
-            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
-        }
+        document = dataclasses.asdict(self)
+        return {**document, "rows": [{"mode": self.mode, **row} for row in document["rows"]]}
 
     def __str__(self) -> str:
         return render_ledger(self)
@@ -108,13 +101,9 @@ class Weights:
             own = list(nn.Module.parameters(module, recurse=False))
             found.weights[name or ROOT] = _join_formats(own)
             found.gradients[name or ROOT] = _join_formats(p.grad for p in own if p.grad is not None)
-            found.states[name or ROOT] = _join_formats(_collect_moments(states.get(id(p), {}) for p in own))
+            moments = (v for p in own for key, v in states.get(id(p), {}).items() if key != "step")
+            found.states[name or ROOT] = _join_formats(v for v in moments if isinstance(v, Tensor) and v.numel() > 0)
         return found
-
-
-def _collect_moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
-    for state in states:
-        yield from (v for name, v in state.items() if name != "step" and isinstance(v, Tensor) and v.numel() > 0)
 
 
 def _join_formats(tensors: Iterable[Tensor]) -> str:
@@ -123,7 +112,7 @@ def _join_formats(tensors: Iterable[Tensor]) -> str:
 
 def make_ledger(
     plan: Plan,
-    observer: Observer | Seen,
+    seen: Seen,
     model: nn.Module,
     weights: Weights,
     frozen: Mapping[str, nn.Module] | None = None,
@@ -132,13 +121,14 @@ def make_ledger(
     step: int | None = None,
 ) -> Ledger:
     """Compare what was observed with what the plan declares."""
-    seen = observer.seen if isinstance(observer, Observer) else observer
-    expected, found = Expected(plan), collect_findings(plan, seen, model, frozen or {})
-    rows = _make_rows(expected, seen, weights, found)
-    summary = summarise(expected, seen, found)
-    return Ledger(
-        mode=mode, rows=tuple(rows), findings=tuple(found), summary=summary, notes=tuple(notes), step=step
-    )  # fmt: skip
+    expected = Expected(plan)
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    for part, module in (frozen or {}).items():
+        modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
+    # The worst first: compute formats, then weights and statistics.
+    found = [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
+    rows, summary = tuple(_make_rows(expected, seen, weights, found)), summarise(expected, seen, found)
+    return Ledger(mode=mode, rows=rows, findings=tuple(found), summary=summary, notes=tuple(notes), step=step)
 
 
 def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Finding]) -> list[LedgerRow]:
@@ -182,9 +172,8 @@ def _judge_module(module: str, expected: Expected, seen: Seen, finding: Finding 
 
 
 def _describe_formats(seen: Seen, module: str, direction: str) -> str:
-    own = [p for p in seen.calls if p.module == module and p.direction == direction]
     flops: Counter[str] = Counter()
-    for product in own:
+    for product in (p for p in seen.calls if p.module == module and p.direction == direction):
         # Products of unknown cost count as 1, so that their format is listed.
         flops[product.format] += max(seen.flops[product], 1)
     return _format_shares(flops)
@@ -246,6 +235,43 @@ def format_percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
+# --- the kernels of a replayed CUDA graph ---
+# They come from the events of torch's profiler, in the form of a chrome trace, which all supported torch versions
+# write: `cat`, `name`, `args`, and `ts` and `dur` in microseconds. Nothing here needs a GPU. A replay shows only a
+# sequence of kernels: their formats by module are those of the code that was captured.
+
+Event = Mapping[str, Any]
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+GRAPH_LAUNCH = "cudaGraphLaunch"
+
+
+def split_replays(events: Sequence[Event]) -> list[list[Event]]:
+    """Return what each launched graph ran on the device, in launch order."""
+    launches = [e for e in events if e.get("cat") in LAUNCHES and str(e["name"]).startswith(GRAPH_LAUNCH)]
+    by_launch: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+            by_launch[int(event.get("args", {}).get("correlation", -1))].append(event)
+    numbers = [int(e["args"]["correlation"]) for e in sorted(launches, key=lambda e: float(e["ts"]))]
+    return [by_launch[number] for number in numbers if by_launch[number]]
+
+
+def make_captured_ledger(code: Ledger, replay: Sequence[Event], mode: str) -> Ledger:
+    """Return the ledger of a captured step: that of the captured code, with the kernels of a replay."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in replay:
+        times[str(event["name"])].append(float(event.get("dur", 0.0)))
+    total = max(sum(map(sum, times.values())), 1e-9)
+    rows = [KernelRow(name=name, calls=len(own), time_share=sum(own) / total) for name, own in times.items()]
+    kernels = tuple(sorted(rows, key=lambda row: -row.time_share))
+    summary = f"{len(replay)} kernels; as {code.mode}: {code.summary}"
+    return dataclasses.replace(code, mode=mode, findings=(), kernels=kernels, summary=summary)
+
+
+# --- as text ---
+
+
 def render_ledger(ledger: Ledger) -> str:
     """Render the summary, the rows with most FLOPs and those that differ, then what differs and how to fix it."""
     # Rows with a finding first, then by share of FLOPs.
@@ -259,18 +285,13 @@ def render_ledger(ledger: Ledger) -> str:
          r.weights, r.gradients, r.optimizer_state)
         for r in rows
     ]  # fmt: skip
-    hidden = len(ledger.rows) - len(rows)
-    more = (
-        [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
-    )
-    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body]), *more]
-    return "\n".join([*lines, *_render_kernels(ledger.kernels), *_render_findings(ledger.findings)])
-
-
-def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
-    """Render the kernels that take most of the time."""
-    body = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in kernels[:MOST_KERNELS]]
-    return ["", *align_columns([("kernel", "calls", "time"), *body])] if body else []
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body])]
+    if hidden := len(ledger.rows) - len(rows):
+        lines.append(f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)")
+    if ledger.kernels:
+        longest = [(k.name[:60], str(k.calls), format_percent(k.time_share)) for k in ledger.kernels[:MOST_KERNELS]]
+        lines += ["", *align_columns([("kernel", "calls", "time"), *longest])]
+    return "\n".join([*lines, *_render_findings(ledger.findings)])
 
 
 def _render_findings(found: Sequence[Finding]) -> list[str]:
@@ -308,10 +329,6 @@ class Expected:
             row = enclosing if enclosing is not None and enclosing.is_part else None
         return row.compute if row is not None else self.plan.compute
 
-    def find_storage(self, module: str) -> str:
-        row = self.rows.get(module)
-        return row.storage if row is not None else ""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
@@ -321,15 +338,6 @@ class Finding:
     what: str
     why: str
     fix: str
-
-
-def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
-    """Return findings, the worst first: compute formats, then weights and statistics."""
-    expected = Expected(plan)
-    modules = {name or ROOT: module for name, module in model.named_modules()}
-    for part, module in frozen.items():
-        modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
-    return [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
 
 
 def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
@@ -343,9 +351,8 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
         why, fix = _explain_product(product, planned, expected.plan)
         if (product.module, why) not in shown:
             shown.add((product.module, why))
-            what = (
-                f"{product.operation} ({product.direction}) computed in {product.format}, the plan requires {planned}"
-            )
+            operation = f"{product.operation} ({product.direction})"
+            what = f"{operation} computed in {product.format}, the plan requires {planned}"
             yield Finding(module=product.module, what=what, why=why, fix=fix)
 
 
@@ -374,14 +381,12 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     if product.function:
         return (
             f"{product.function} is an autograd Function unaware of autocast: its backward runs outside of it",
-            f'@torch.amp.custom_fwd(device_type="{device}") on its forward, '
-            f'@torch.amp.custom_bwd(device_type="{device}") on its backward',
+            f'@torch.amp.custom_fwd(device_type="{device}") on its forward, and custom_bwd on its backward',
         )
     if planned in (*HALF, "fp8"):
         return (
             "autocast is off there",
-            f"remove autocast(enabled=False), or mark it as intended: with hs.fp32_island(), "
-            f"or precision.modules: {{{module}: {product.format}}}",
+            f"remove autocast(enabled=False), or with hs.fp32_island(), or modules: {{{module}: {product.format}}}",
         )
     return (
         f"its operands are {product.format}: half weights, a cast, or autocast switched on inside",
@@ -391,7 +396,7 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
 
 def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
     for name, module in modules.items():
-        planned = expected.find_storage(name)
+        planned = expected.rows[name].storage if name in expected.rows else ""
         for own, weight in module.named_parameters(recurse=False):
             stored = name_format(weight.dtype)
             if planned and weight.is_floating_point() and stored != planned:

@@ -109,9 +109,7 @@ class RangeTrace(TorchDispatchMode):
         self._running = ""
         """The operation that runs, or the one that raised."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _list_floating((args, kwargs))
         # An in-place operation overwrites its inputs: measure them before it runs.
@@ -144,7 +142,8 @@ class RangeTrace(TorchDispatchMode):
             if func.is_view:  # has no new values
                 continue
             module, line = self._locate_backward() if is_backward else place
-            seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
+            is_torch = func.namespace in ("aten", "prims", "prim", "_c10d_functional")
+            seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=is_torch)
             seen.function = _find_function() if is_backward else None
             last = self.operations[-1] if self.operations else seen
             if name == "scalar_tensor" and range_.num_nan and last.line == line:
@@ -249,8 +248,10 @@ def measure_range(tensor: Tensor) -> Range:
 
 def find_twin(operation: Operation, other: RangeTrace, own: RangeTrace) -> Operation | None:
     """Return the same operation in another trace: the n-th of its name in its module, forward or backward."""
-    same = [op for op in own.operations if _get_kind(op) == _get_kind(operation)]
-    theirs = [op for op in other.operations if _get_kind(op) == _get_kind(operation)]
+    kind = (operation.module, operation.name, operation.is_backward)
+    same, theirs = (
+        [op for op in trace.operations if (op.module, op.name, op.is_backward) == kind] for trace in (own, other)
+    )
     place = next(k for k, op in enumerate(same) if op is operation)
     return theirs[place] if place < len(theirs) else None
 
@@ -269,10 +270,6 @@ def group_by_module(trace: RangeTrace, *, is_backward: bool) -> Mapping[str, Ran
     return found
 
 
-def _get_kind(operation: Operation) -> tuple[str, str, bool]:
-    return operation.module, operation.name, operation.is_backward
-
-
 def _list_floating(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and has_fractions(leaf)]
 
@@ -284,7 +281,3 @@ def has_fractions(tensor: Tensor) -> bool:
 
 def _get_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _is_torch(func: Any) -> bool:
-    return bool(func.namespace in ("aten", "prims", "prim", "_c10d_functional"))

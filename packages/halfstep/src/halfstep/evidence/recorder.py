@@ -71,10 +71,9 @@ class Recorder:
         notice: Notice,
         most: int = MOST_CAPSULES,
         spikes: bool = False,
-        most_bytes: int = capsule.MOST_BYTES,
     ) -> None:
         self.folder, self.model, self.step, self.context = folder, model, step, context
-        self.notice, self.most, self.spikes, self.most_bytes = notice, most, spikes, most_bytes
+        self.notice, self.most, self.spikes = notice, most, spikes
         self._trail: deque[dict[str, Any]] = deque(maxlen=TRAIL)
         self._windows: deque[tuple[int, list[Any]]] = deque(maxlen=LAG + 1)
         """The last windows as they were loaded: a step is read `LAG` steps later, and its batches would be gone."""
@@ -104,11 +103,6 @@ class Recorder:
         if not self._windows or self._windows[-1][0] != attempted:
             self._windows.append((attempted, list(window)))
 
-    def find_window(self, reading: Reading) -> Sequence[Any] | None:
-        """Return the batches of a step: kept ones, or loaded again; None if neither is possible."""
-        kept = None if self.context.is_whole(reading) else dict(self._windows).get(reading.attempted)
-        return self.context.load_window(reading) if kept is None else kept
-
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
         """Process the values of one step, in order, once they are on the host."""
         self._row = self._record_fault(facts, reading, self._row)
@@ -131,7 +125,9 @@ class Recorder:
             self._newest = reading.attempted
             found = facts.phases[phase] if isinstance(facts, PhasedFacts) else facts
             rng = {} if found is None or self.context.is_whole(own) else found.rng
-            self._write(cause, own, phase, window=self.find_window(reading), rng=rng)
+            kept = None if self.context.is_whole(reading) else dict(self._windows).get(reading.attempted)
+            window = self.context.load_window(reading) if kept is None else kept  # None if that is not possible
+            self._write(cause, own, phase, window=window, rng=rng)
         return cause
 
     def _record_exception(self, error: Exception, window: Sequence[Any]) -> None:
@@ -176,33 +172,32 @@ class Recorder:
         rng: Mapping[str, Tensor],
         reason: str = "",
     ) -> None:
-        if window is None or not self._has_room():
+        # The first faults matter most, and later ones are their consequence.
+        if window is None or len(capsule.list_capsules(self.folder)) - self._num_earlier >= self.most:
             return None
-        fits = capsule.count_state_bytes(self.model) <= self.most_bytes
-        ids = list(reading.sample_ids)
+        fits = capsule.count_state_bytes(self.model) <= capsule.MOST_BYTES
+        ids, ema = list(reading.sample_ids), self.step.ema
         # The current weights, not those of the step: `commits_after` counts the commits between them.
-        state = capsule.collect_state(self.model) if fits else {}
+        state = capsule.collect_state(self.model)
+        bad_averages = [] if ema is None else [f"average of {name}" for name in find_non_finite(ema.state_dict())]
+        own = next(iter(self.step.steps.values())) if isinstance(self.step, PhasedStep) else self.step
+        own = self.step.steps[phase] if isinstance(self.step, PhasedStep) and phase else own
+        committed = (own if phase else self.step).committed
         about = {
             "reason": reason or reading.reason or f"the loss jumped to {reading.loss:.4g}",
             "kind": kind,
             "step": reading.attempted,
             "phase": phase,
-            "epoch": reading.epoch,
-            "window": reading.window,
+            **{k: getattr(reading, k) for k in ("epoch", "window", "loss", "grad_norm", "scale", "lr", "committed")},
             "sample_ids": ids,
             "sample_names": self.context.find_names(ids),
-            "loss": reading.loss,
-            "grad_norm": reading.grad_norm,
-            "scale": reading.scale,
-            "lr": reading.lr,
-            "committed": reading.committed,
-            "commits_after": max(int(self._get_committed(phase)) - reading.committed, 0) + (not reading.is_bad),
+            "commits_after": max(int(committed) - reading.committed, 0) + (not reading.is_bad),
             "weights": "state.safetensors" if fits else self.context.find_checkpoint(),
             "trail": list(self._trail),
             "start": self._start,
-            "not_finite": find_non_finite(capsule.collect_state(self.model)) + self._list_bad_averages(),
-            "layout": list_shapes(self.model),
-            "update": record_update(self._get_step(phase), self.model),
+            "not_finite": find_non_finite(state) + bad_averages,
+            "layout": {name: list(value.shape) for name, value in state.items()},  # to recognise a changed model
+            "update": record_update(own, self.model),
             **({"watch": self.watches[phase].to_json()} if phase in self.watches else {}),
             **self.context.describe_share(reading),
             **self.context.about,
@@ -212,39 +207,19 @@ class Recorder:
         paths = (self.folder / (f"{name}-{n}" if n else name) for n in itertools.count())
         path = next(one for one in paths if self.context.config or not one.exists())
         try:
-            capsule.write_capsule(path, about, window=window, rng=rng, state=state, config=self.context.config)
+            held = state if fits else {}
+            capsule.write_capsule(path, about, window=window, rng=rng, state=held, config=self.context.config)
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
         replay = suggest_command("replay", path) if is_run else self.replay.format(str(path))
         return self.notice(f"step {reading.attempted} was saved; find the cause with: {replay}")
 
-    def _get_committed(self, phase: str) -> Tensor:
-        return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed
-
-    def _get_step(self, phase: str) -> GuardedStep:
-        if isinstance(self.step, PhasedStep):
-            return self.step.steps[phase] if phase else next(iter(self.step.steps.values()))
-        return self.step
-
-    def _has_room(self) -> bool:
-        """True if another capsule may be kept: the first faults matter most, and later ones are their consequence."""
-        return len(capsule.list_capsules(self.folder)) - self._num_earlier < self.most
-
-    def _list_bad_averages(self) -> list[str]:
-        ema = self.step.ema
-        return [f"average of {name}" for name in find_non_finite(ema.state_dict())] if ema is not None else []
-
 
 def find_non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with NaN or inf; -inf alone is a mask."""
     numbers = ((name, value) for name, value in tensors.items() if has_fractions(value))
     return [name for name, value in numbers if not ((value == -math.inf) | value.isfinite()).all()]
-
-
-def list_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Return names and shapes, to recognise a changed model."""
-    return {name: list(value.shape) for name, value in capsule.collect_state(model).items()}
 
 
 @torch.no_grad()

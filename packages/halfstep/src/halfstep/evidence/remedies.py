@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -194,7 +195,7 @@ def _train(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
 
 def _try_other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     assert subject.update is not None
-    with _fill_state(subject, found):
+    with _fill_state(subject, found.tensors, 0.0):
         if any(eps < 1e-30 for eps in subject.update.list_settings("eps") if isinstance(eps, float | int)):
             update = subject.update.change_setting("eps", lambda eps: max(eps, 1e-8))
             outcome = attempt(replace(subject, update=update), "eps", num_more=NUM_MORE)
@@ -209,8 +210,9 @@ def _try_other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run
 def _try_wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: bool = False) -> Iterator[Remedy]:
     """Try fp32 for the module, then for enclosing ones; an island for a line of the loss; another precision for all."""
     module = found.origin.module if found.origin is not None else ""
-    for name in _list_enclosing(module):
-        yield _try_precision(subject, "", {name: "fp32"}, is_run=is_run, without_casts=without_casts)
+    while module and module not in (ROOT, LOSS):
+        yield _try_precision(subject, "", {module: "fp32"}, is_run=is_run, without_casts=without_casts)
+        module = module.rpartition(".")[0]
     if found.origin is not None and found.origin.line:
         yield _try_island(subject, found.origin.line, torch.float32, without_casts=without_casts)
     for precision in ("bf16", "fp32"):
@@ -220,23 +222,12 @@ def _try_wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_cast
 
 def _try_island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: bool = False) -> Remedy:
     at = IslandAt(line, dtype)
-
-    @contextlib.contextmanager
-    def island() -> Iterator[None]:
-        with at, WithoutCasts(HALF) if without_casts else contextlib.nullcontext():
-            yield
-
-    outcome = attempt(subject, "island", around=island(), num_more=NUM_MORE)
+    with at, WithoutCasts(HALF) if without_casts else contextlib.nullcontext():
+        outcome = attempt(subject, "island", num_more=NUM_MORE)
     if dtype != torch.float32:
         return Remedy(change=f"fp64 (.double()) at {line}", outcome=outcome)
     taken = ", .float() on what it takes" if at.has_widened else ""
     return Remedy(change=f"an fp32 island (hs.fp32_island()) around {line}{taken}", outcome=outcome)
-
-
-def _list_enclosing(module: str) -> Iterator[str]:
-    while module and module not in (ROOT, LOSS):
-        yield module
-        module = module.rpartition(".")[0]
 
 
 def _try_precision(
@@ -356,7 +347,7 @@ def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) ->
 def _try_without_samples(subject: Subject, found: Diagnosis) -> Remedy:
     left = drop_samples(subject.window, found.rows)
     outcome = attempt(subject, "without those samples", window=left, num_more=NUM_MORE) if left else None
-    return Remedy(change=f"drop or fix: sample {', '.join(found.samples)}", outcome=outcome)
+    return Remedy(change=f"drop or fix: sample {', '.join(found.rows.values())}", outcome=outcome)
 
 
 def _try_two_of_each(subject: Subject) -> Iterator[Remedy]:
@@ -376,26 +367,23 @@ def repair_temporarily(subject: Subject, found: Diagnosis) -> Iterator[None]:
     window = subject.window
     subject.window = drop_samples(window, found.rows)
     try:
-        with _fill_state(subject, found):
+        with _fill_state(subject, found.tensors, 0.0 if found.origin is None else 1.0):
             yield
     finally:
         subject.window = window
 
 
-def _fill_state(subject: Subject, found: Diagnosis) -> contextlib.AbstractContextManager[None]:
-    whole, filling = subject.collect_whole_state(), _choose_fillings(found)[0]
-    return subject.replace_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()})
-
-
-def _choose_fillings(found: Diagnosis) -> tuple[float, ...]:
-    """Return numbers to fill in: 0, then 1, the initial value of variances and scales; only 1 if existing numbers are
-    undefined for an operation."""
-    return (1.0,) if found.origin is not None else (0.0, 1.0)
+def _fill_state(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> AbstractContextManager[None]:
+    """Replace the numbers that these masks mark, inside."""
+    whole = subject.collect_whole_state()
+    return subject.replace_state({name: whole[name].masked_fill(bad, filling) for name, bad in tensors.items()})
 
 
 def _try_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     if found.tensors:
-        yield from (_try_filling(subject, found.tensors, filling) for filling in _choose_fillings(found))
+        # 0, then 1, as variances and scales begin; only 1 if existing numbers are undefined for an operation.
+        fillings = (0.0, 1.0) if found.origin is None else (1.0,)
+        yield from (_try_filling(subject, found.tensors, filling) for filling in fillings)
     elif found.averages:
         yield Remedy(change=f"start the average again: {', '.join(found.averages)}", line="ema.enabled: false")
     if found.origin is not None and found.origin.outside is not None:
@@ -405,8 +393,7 @@ def _try_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
 
 
 def _try_filling(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> Remedy:
-    whole = subject.collect_whole_state()
-    with subject.replace_state({name: whole[name].masked_fill(is_bad, filling) for name, is_bad in tensors.items()}):
+    with _fill_state(subject, tensors, filling):
         outcome = attempt(subject, f"filled with {filling:g}", num_more=NUM_MORE)
     return Remedy(change=f"initialise {', '.join(tensors)}, here with {filling:g}", outcome=outcome)
 
@@ -422,10 +409,9 @@ def _try_other_start(subject: Subject, module: str) -> Iterator[Remedy]:
 def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
     """Try smaller matrices where repeated application amplifies (a recurrent or deep network): those near the
     operation, then the largest, then all."""
-    trained = subject.list_trained_names()
-    matrices = {
-        name: v for name, v in subject.state.items() if name in trained and v.ndim > 1 and v.is_floating_point()
-    }
+    trained = set(map(id, subject.trained or subject.model.parameters()))
+    names = [name for name, p in subject.model.named_parameters() if p.requires_grad and id(p) in trained]
+    matrices = {name: v for name, v in subject.state.items() if name in names and v.ndim > 1 and v.is_floating_point()}
     norms = {name: _estimate_spectral_norm(v.float().flatten(1)) for name, v in matrices.items()}
     large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf}
     near = {name: norm for name, norm in large.items() if name in subject.find_state_near(module)}
@@ -434,8 +420,8 @@ def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
     for scope in (scope for number, scope in enumerate(scopes) if scope and scope not in scopes[:number]):
         with subject.replace_state({name: matrices[name] / norm for name, norm in scope.items()}):
             outcome = attempt(subject, "smaller start", num_more=NUM_MORE)
-        names = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
-        change = f"a start with a spectral norm of 1 (nn.init.orthogonal_) for {names}: it is {max(scope.values()):.3g}"
+        shown = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
+        change = f"a start with a spectral norm of 1 (nn.init.orthogonal_) for {shown}: it is {max(scope.values()):.3g}"
         yield Remedy(change=change, outcome=outcome)
 
 

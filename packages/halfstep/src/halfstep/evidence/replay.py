@@ -13,7 +13,7 @@ from typing import Any
 from halfstep.evidence.attempts import Attempt, Subject
 from halfstep.evidence.capsule import Capsule, to_strict_json
 from halfstep.evidence.causes import Diagnosis, diagnose
-from halfstep.evidence.ranges import ROOT, Operation, Range, group_by_module
+from halfstep.evidence.ranges import ROOT, Range, group_by_module
 from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
 
 
@@ -99,17 +99,21 @@ class Replayed:
             "before": describe_growth(self.capsule.about.get("watch"), self.module),
             "cause": self.cause,
             "shown": self.diagnosis.shown,
-            "operation": None if origin is None else _operation_to_json(origin),
-            "samples": self.diagnosis.samples,
+            "operation": origin
+            and {
+                **{name: getattr(origin, name) for name in ("name", "module", "line")},
+                "backward": origin.is_backward,
+                "inputs": [str(r) for r in origin.inputs],
+                "output": str(origin.output),
+            },
+            "samples": list(self.diagnosis.rows.values()),
             "places": [str(place) for place in self.diagnosis.places],
-            "attempts": [_attempt_to_json(run) for run in self.diagnosis.attempts],
+            "attempts": [
+                {**{key: getattr(run, key) for key in ("name", "loss", "grad_norm", "error")}, "good": run.is_good}
+                for run in self.diagnosis.attempts
+            ],
             "tried": [
-                {
-                    "change": r.change,
-                    "line": r.line,
-                    "works": r.works if r.outcome else None,
-                    "lasts": r.lasts if r.outcome else None,
-                }
+                {"change": r.change, "line": r.line, "works": r.outcome and r.works, "lasts": r.outcome and r.lasts}
                 for r in self.tried
             ],
             "change": self.remedy.change if self.remedy else "",
@@ -129,13 +133,7 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
         # No change helps although samples or state are at fault: repair those and look for a second fault.
         with repair_temporarily(subject, found):
             behind = replay(subject, capsule)
-    return Replayed(
-        capsule=capsule,
-        diagnosis=found,
-        tried=tried,
-        format=subject.plan.compute,
-        behind=behind,
-    )
+    return Replayed(capsule=capsule, diagnosis=found, tried=tried, format=subject.plan.compute, behind=behind)
 
 
 LEAST_GROWTH = 2.0
@@ -164,20 +162,3 @@ def describe_growth(watch: Mapping[str, Any] | None, module: str) -> list[str]:
             order = not is_at_fault, "gradient" in row["kind"], low - high
             found.append((order, f"{text}{2**low:.3g} to {2**high:.3g}"))
     return [text for _, text in sorted(found)[:2]]
-
-
-def _operation_to_json(origin: Operation) -> dict[str, Any]:
-    return {
-        "name": origin.name,
-        "module": origin.module,
-        "line": origin.line,
-        "backward": origin.is_backward,
-        "inputs": [str(r) for r in origin.inputs],
-        "output": str(origin.output),
-    }
-
-
-def _attempt_to_json(run: Attempt) -> dict[str, Any]:
-    return {
-        "name": run.name, "loss": run.loss, "grad_norm": run.grad_norm, "error": run.error, "good": run.is_good,
-    }  # fmt: skip

@@ -7,7 +7,7 @@ some of them: bisection needs about 2·log2(samples) attempts for one culprit.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from halfstep.step.batches import count_samples
 
 OUTLIER = 10.0
 """A sample with this many times the median loss caused the spike."""
+MOST_ALONE = 512
+"""Samples whose own loss is measured."""
 ODD = 1e4
 """A number this many times the largest of all other samples is odd."""
 
@@ -135,13 +137,11 @@ def _is_good_without(subject: Subject, rows: set[tuple[int, int]]) -> bool:
     return bool(left) and attempt(subject, "without samples", window=left).is_good
 
 
-def drop_samples(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
+def drop_samples(window: Sequence[Any], rows: Collection[tuple[int, int]]) -> list[Any]:
     """Return the window without these samples; empty batches are removed."""
     left = []
     for number, batch in enumerate(window):
-        length = count_samples(batch)
-        kept = [row for row in range(length) if (number, row) not in rows]
-        if kept:
+        if kept := [row for row in range(count_samples(batch)) if (number, row) not in rows]:
             left.append(take_rows(batch, kept))
     return left
 
@@ -170,23 +170,20 @@ def find_outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tupl
     losses = _measure_losses(subject)
     if len(losses) < 3:
         return []
-    usual = statistics.median(losses.values())
-    return [
-        (place, name_sample(subject.window, place, names), loss)
-        for place, loss in losses.items()
-        if loss > OUTLIER * max(usual, 1e-12)
-    ]
+    high = OUTLIER * max(statistics.median(losses.values()), 1e-12)
+    outliers = [(place, loss) for place, loss in losses.items() if loss > high]
+    return [(place, name_sample(subject.window, place, names), loss) for place, loss in outliers]
 
 
 @torch.no_grad()
-def _measure_losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], float]:
+def _measure_losses(subject: Subject) -> dict[tuple[int, int], float]:
     """Return the loss of each sample alone, in evaluation mode: BatchNorm cannot train on one sample."""
     subject.model.eval()
     found: dict[tuple[int, int], float] = {}
     try:
         for number, batch in enumerate(subject.window):
             for row in range(count_samples(batch)):
-                if len(found) < most:
+                if len(found) < MOST_ALONE:
                     with subject.plan.forward():
                         value = subject.loss(take_rows(batch, [row]))
                     found[number, row] = float(value[0] if isinstance(value, tuple) else value)

@@ -29,22 +29,14 @@ FORMS = ("fused", "foreach", "capturable", "differentiable")
 def record_update(step: GuardedStep, model: nn.Module) -> dict[str, Any]:
     """Return the update for capsule.json; parameters outside of the model are left out."""
     names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        "clip": {"limit": step.clip.limit, "kind": step.clip.kind},
-        "optimizers": [
-            {
-                "name": _name_optimizer(optimizer),
-                "groups": [_collect_settings(g, optimizer, names) for g in make_groups_plain(optimizer.param_groups)],
-            }
-            for optimizer in step.optimizers
-        ],
-    }
-
-
-def _name_optimizer(optimizer: Optimizer) -> str:
-    """Return the optimizer's class name, with its module if replay cannot build it."""
-    kind = type(optimizer)
-    return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+    optimizers = []
+    for optimizer in step.optimizers:
+        kind = type(optimizer)
+        # With its module if replay cannot build it.
+        name = kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+        groups = [_collect_settings(group, optimizer, names) for group in make_groups_plain(optimizer.param_groups)]
+        optimizers.append({"name": name, "groups": groups})
+    return {"clip": {"limit": step.clip.limit, "kind": step.clip.kind}, "optimizers": optimizers}
 
 
 def _collect_settings(group: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

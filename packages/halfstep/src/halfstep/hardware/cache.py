@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +31,20 @@ def measure_once(
 ) -> Hardware:
     """Return the stored measurement of this device, or measure and store it; `fresh` always measures."""
     path = directory / make_cache_key(hardware)
-    stored, note = (None, "") if fresh else _read(path)
+    stored = None
+    if not fresh:
+        # A damaged file counts as none.
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            stored = Hardware.from_dict(read_json(path))
     if stored is not None:
-        return _add_stored_speed(hardware, stored)
+        # With the current free memory, device index and table facts.
+        notes = tuple(dict.fromkeys((*hardware.notes, *stored.notes)))
+        speeds: dict[str, Any] = {"measurements": stored.measurements, "bandwidth_gb_s": stored.bandwidth_gb_s}
+        return dataclasses.replace(hardware, source=stored.source, notes=notes, **speeds)
     result = measure(hardware)
     # A device that others use was not measured: store nothing, so that the next call tries again.
     problem = write_json(path, result.to_dict()) if result.source == "measured" else ""
-    return dataclasses.replace(result, notes=(*result.notes, *filter(None, (note, problem))))
-
-
-def _add_stored_speed(now: Hardware, stored: Hardware) -> Hardware:
-    """Combine stored speeds with the current free memory, device index and table facts."""
-    return dataclasses.replace(
-        now,
-        source=stored.source,
-        measurements=stored.measurements,
-        bandwidth_gb_s=stored.bandwidth_gb_s,
-        notes=tuple(dict.fromkeys((*now.notes, *stored.notes))),
-    )
-
-
-def _read(path: Path) -> tuple[Hardware | None, str]:
-    try:
-        return Hardware.from_dict(read_json(path)), ""
-    except FileNotFoundError:
-        return None, ""
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"the stored measurement {path} could not be read ({error}); measured again"
+    return dataclasses.replace(result, notes=(*result.notes, problem)) if problem else result
 
 
 def read_json(path: Path) -> Any:

@@ -13,9 +13,15 @@ OP_NAMES: dict[Op, str] = {"matmul": "matmul", "conv_nchw": "convolution", "conv
 
 def describe_identity(hardware: Hardware) -> list[tuple[str, str]]:
     """Return name and value of each known fact about the device, one pair per line."""
+    architecture, total, free = [hardware.architecture], hardware.memory_total_bytes, hardware.memory_free_bytes
+    if hardware.capability is not None:
+        architecture.append("compute capability {}.{}".format(*hardware.capability))
+    architecture.append("tensor cores" if hardware.tensor_cores else "no tensor cores" * (hardware.kind == "cuda"))
+    memory = format_bytes(total) if total else ""
+    memory += f", {format_bytes(free)} free" if total and free is not None else ""
     pairs = [
-        ("architecture", _describe_architecture(hardware)),
-        ("memory", _describe_memory(hardware)),
+        ("architecture", ", ".join(filter(None, architecture))),
+        ("memory", memory),
         ("bandwidth", f"{hardware.bandwidth_gb_s:.0f} GB/s measured" if hardware.bandwidth_gb_s else ""),
         ("driver", hardware.driver),
         ("torch", hardware.torch_version),
@@ -23,22 +29,6 @@ def describe_identity(hardware: Hardware) -> list[tuple[str, str]]:
         ("checked", hardware.published_check),
     ]
     return [(name, value) for name, value in pairs if value]
-
-
-def _describe_architecture(hardware: Hardware) -> str:
-    parts = [hardware.architecture]
-    if hardware.capability is not None:
-        parts.append("compute capability {}.{}".format(*hardware.capability))
-    parts.append("tensor cores" if hardware.tensor_cores else "no tensor cores" if hardware.kind == "cuda" else "")
-    return ", ".join(filter(None, parts))
-
-
-def _describe_memory(hardware: Hardware) -> str:
-    if not hardware.memory_total_bytes:
-        return ""
-    free = hardware.memory_free_bytes
-    total = format_bytes(hardware.memory_total_bytes)
-    return total if free is None else f"{total}, {format_bytes(free)} free"
 
 
 def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:

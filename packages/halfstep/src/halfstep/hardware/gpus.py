@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import re
@@ -13,7 +14,7 @@ from typing import Literal, cast
 
 from halfstep.errors import HardwareError
 from halfstep.hardware.device_facts import Hardware, Kind
-from halfstep.hardware.support import Formats, has_matrix_units, list_formats
+from halfstep.hardware.support import has_matrix_units, list_formats
 
 Checked = Literal["datasheet", "secondary", "derived", "recalled"]
 VERIFICATION = {
@@ -32,26 +33,14 @@ class KnownGPU:
     """One accelerator."""
 
     name: str
-    kind: Kind
-    vendor: str
-    architecture: str
-    capability: tuple[int, int] | None
+    facts: Hardware
+    """Without its memory."""
     memory_gb: tuple[int, ...]
     """Every size it is sold with; empty if the buyer chooses it."""
-    support: Formats
-    tensor_cores: bool
-    tflops: Mapping[str, float]
-    source: str
     checked: Checked
     units: int = 0
     """Multiply-adds a clock in fp32; a unit that issues two counts twice."""
     boost_mhz: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def verification(self) -> str:
-        """Describe how the row was verified."""
-        return VERIFICATION[self.checked].format(self.units, self.boost_mhz)
 
 
 def read_known() -> Iterator[KnownGPU]:
@@ -73,21 +62,24 @@ def _parse_model(family: list[str], name: str, memory: str, rates: str = "", cor
     units, boost_mhz = (int(part) for part in (cores or "0 0").split())
     kind = KINDS[vendor]
     support = list_formats(kind, capability, chip or architecture, has_fp64=chip == "fp64")
-    return KnownGPU(
-        name=name,
+    facts = Hardware(
         kind=kind,
+        device="",
+        name=f"{vendor} {name}",
         vendor=vendor,
-        architecture=architecture,
         capability=capability,
-        memory_gb=tuple(map(int, memory.split())),
+        architecture=architecture,
         support=support,
         tensor_cores=has_matrix_units(kind, capability, name, support),
-        tflops=MappingProxyType(_parse_rates(rates, _parse_numbers(ratios))),
-        source=source,
-        checked=cast(Checked, checked),
-        units=units,
-        boost_mhz=boost_mhz,
+        source="table",
+        published_tflops=MappingProxyType(_parse_rates(rates, _parse_numbers(ratios))),
+        published_source=source,
+        published_check=VERIFICATION[checked].format(units, boost_mhz),
         notes=(*notes, *((OLD_BUILD,) if capability and capability < (7, 5) else ())),
+    )
+    sizes = tuple(map(int, memory.split()))
+    return KnownGPU(
+        name=name, facts=facts, memory_gb=sizes, checked=cast(Checked, checked), units=units, boost_mhz=boost_mhz
     )
 
 
@@ -165,36 +157,11 @@ def look_up_gpu(name: str) -> Hardware:
     gpu = find_known(name)
     if gpu is None:
         raise _make_unknown_gpu(name)
-    return Hardware(
-        kind=gpu.kind,
-        device="",
-        name=f"{gpu.vendor} {gpu.name}",
-        vendor=gpu.vendor,
-        capability=gpu.capability,
-        architecture=gpu.architecture,
-        memory_total_bytes=_choose_memory_gb(gpu, name) * GIB,
-        support=gpu.support,
-        tensor_cores=gpu.tensor_cores,
-        source="table",
-        published_tflops=gpu.tflops,
-        published_source=gpu.source,
-        published_check=gpu.verification,
-        notes=(*gpu.notes, *_note_memory(gpu)),
-    )
-
-
-def _choose_memory_gb(gpu: KnownGPU, asked: str) -> int:
     # Without a size in the name, the first one listed counts.
-    named = [size for size in gpu.memory_gb if f"{size}gb" in split_words(asked)]
-    return (named or [*gpu.memory_gb, 0])[0]
-
-
-def _note_memory(gpu: KnownGPU) -> tuple[str, ...]:
-    if len(gpu.memory_gb) < 2:
-        return ()
-    return (
-        "sold with " + " or ".join(f"{size} GB" for size in gpu.memory_gb) + ": add the size to the name to choose",
-    )
+    size_gb = next((size for size in gpu.memory_gb if f"{size}gb" in split_words(name)), [*gpu.memory_gb, 0][0])
+    note = f"sold with {' or '.join(f'{size} GB' for size in gpu.memory_gb)}: add the size to the name to choose"
+    notes = (*gpu.facts.notes, note) if len(gpu.memory_gb) > 1 else gpu.facts.notes
+    return dataclasses.replace(gpu.facts, memory_total_bytes=size_gb * GIB, notes=notes)
 
 
 def _make_unknown_gpu(name: str) -> HardwareError:

@@ -14,7 +14,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -38,15 +37,6 @@ CHECKED_ROWS = 32  # of a product, compared with fp64: all rows would take a CPU
 Kernel = Callable[[], torch.Tensor]
 
 
-class TimedOperation(Protocol):
-    """One operation of one size on one device."""
-
-    flops: float
-
-    def make_kernel(self, format_name: str) -> Kernel: ...
-    def measure_error(self, result: torch.Tensor) -> float: ...
-
-
 class TimedMatmul:
     """A square product, `size` on each side."""
 
@@ -57,17 +47,11 @@ class TimedMatmul:
 
     def make_kernel(self, format_name: str) -> Kernel:
         if format_name == "fp8_e4m3":
-            return self._make_fp8_kernel()
+            a, scale_a = _scale_to_fp8(self.a)
+            b, scale_b = _scale_to_fp8(self.b.t().contiguous())  # the kernel wants its second factor by columns
+            return lambda: torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16)
         a, b = self.a.to(DTYPES[format_name]), self.b.to(DTYPES[format_name])
         return lambda: a @ b
-
-    def _make_fp8_kernel(self) -> Kernel:
-        a, scale_a = _scale_to_fp8(self.a)
-        b, scale_b = _scale_to_fp8(self.b.t().contiguous())  # the kernel wants its second factor by columns
-        return lambda: torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16)
-
-    def measure_error(self, result: torch.Tensor) -> float:
-        return _compute_distance(result[:CHECKED_ROWS], self.answer)
 
 
 class TimedConvolution:
@@ -84,23 +68,6 @@ class TimedConvolution:
         images, weights = self.images.to(DTYPES[format_name]), self.weights.to(DTYPES[format_name])
         return lambda: torch.conv2d(images, weights, padding=1)
 
-    def measure_error(self, result: torch.Tensor) -> float:
-        return _compute_distance(result[:1], self.answer)
-
-
-def make_problem(op: Op, matmul_size: int, image: tuple[int, int, int], place: torch.device) -> TimedOperation:
-    """Return the timed operation; `image` is batch, channels and side of the convolution."""
-    if op == "matmul":
-        return TimedMatmul(matmul_size, place)
-    return TimedConvolution(*image, place, channels_last=op == "conv_nhwc")
-
-
-def make_copy_kernel(num_bytes: int, place: torch.device) -> Kernel:
-    """Make a kernel that reads and writes `num_bytes` each, to measure the memory bandwidth."""
-    source = torch.zeros(num_bytes // 4, device=place)
-    target = torch.ones_like(source)
-    return lambda: target.copy_(source)
-
 
 def _draw(shape: tuple[int, ...], place: torch.device, *, seed: int = 0) -> torch.Tensor:
     # A separate generator: measuring must not advance the user's random numbers.
@@ -111,10 +78,6 @@ def _scale_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # One scale per tensor, as in training: the largest magnitude becomes the largest number of the format.
     scale = values.abs().amax() / FP8_E4M3.largest
     return (values / scale).to(torch.float8_e4m3fn), scale
-
-
-def _compute_distance(result: torch.Tensor, answer: torch.Tensor) -> float:
-    return float((result.cpu().double() - answer).norm() / answer.norm())
 
 
 OPS: tuple[Op, ...] = ("matmul", "conv_nchw", "conv_nhwc")
@@ -138,9 +101,7 @@ GPU_SIZES = Sizes(matmul=4096, image=(32, 128, 64), copy_bytes=256 * 2**20, budg
 WARM_UP_S = 0.3
 
 
-def measure(
-    hardware: Hardware, *, budget_s: float | None = None, sizes: Sizes | None = None, driver: Driver | None = None
-) -> Hardware:
+def measure(hardware: Hardware, *, sizes: Sizes | None = None, driver: Driver | None = None) -> Hardware:
     """Return the device with measurements, memory bandwidth, and notes on what was left out."""
     driver = driver or Driver()
     if not hardware.device:
@@ -149,8 +110,7 @@ def measure(
         note = f"in use by others ({others}): not measured"
         return dataclasses.replace(hardware, notes=(*hardware.notes, note))
     sizes = sizes or (CPU_SIZES if hardware.kind == "cpu" else GPU_SIZES)
-    session = _MeasuringSession(hardware=hardware, driver=driver, sizes=sizes, budget_s=budget_s or sizes.budget_s)
-    return session.measure_all()
+    return _MeasuringSession(hardware=hardware, driver=driver, sizes=sizes).measure_all()
 
 
 @dataclass(kw_only=True)
@@ -160,7 +120,6 @@ class _MeasuringSession:
     hardware: Hardware
     driver: Driver
     sizes: Sizes
-    budget_s: float
     notes: list[str] = field(default_factory=list)
     inexact: dict[str, list[str]] = field(default_factory=dict)
     """By format: operations with a larger error than rounding the inputs explains."""
@@ -171,7 +130,7 @@ class _MeasuringSession:
 
     @property
     def left_s(self) -> float:
-        return self.budget_s - (self.driver.read_clock() - self.began)
+        return self.sizes.budget_s - (self.driver.read_clock() - self.began)
 
     def measure_all(self) -> Hardware:
         place = self.driver.get_device(self.hardware.device)
@@ -180,37 +139,41 @@ class _MeasuringSession:
                 self._raise_clocks(place)
             bandwidth = self._measure_bandwidth_gb_s(place)
             measurements = tuple(m for op in OPS for m in self._measure_op(op, place))
+        load = self.driver.read_load()
+        if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
+            self.notes.append(f"the CPU had other work (load {load:.1f}), so rates are rough: --fresh measures again")
+        self.notes += [
+            f"{name} sums in {name} here, not in fp32: {', '.join(ops)}" for name, ops in self.inexact.items()
+        ]
         return dataclasses.replace(
             self.hardware,
             source="measured",
             measurements=measurements,
             bandwidth_gb_s=bandwidth,
-            notes=(*self.hardware.notes, *self.notes, *self._explain_results()),
+            notes=(*self.hardware.notes, *self.notes),
         )
-
-    def _explain_results(self) -> Iterator[str]:
-        load = self.driver.read_load()
-        if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
-            yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
-        for name, found in self.inexact.items():
-            yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
     def _measure_bandwidth_gb_s(self, place: torch.device) -> float | None:
         try:
-            seconds = self._time_kernel(make_copy_kernel(self.sizes.copy_bytes, place), "copy")
+            source = torch.zeros(self.sizes.copy_bytes // 4, device=place)
+            target = torch.ones_like(source)
+            seconds = self._time_kernel(lambda: target.copy_(source), "copy")
         except RuntimeError as error:
             self.notes.append(f"memory bandwidth not measured: {summarise_error(error)[:160]}")
             return None
         return 2 * self.sizes.copy_bytes / seconds / 1e9  # each byte is read once and written once
 
     def _measure_op(self, op: Op, place: torch.device) -> Iterator[Measurement]:
-        problem = make_problem(op, self.sizes.matmul, self.sizes.image, place)
+        problem: TimedMatmul | TimedConvolution
+        if op == "matmul":
+            problem = TimedMatmul(self.sizes.matmul, place)
+        else:
+            problem = TimedConvolution(*self.sizes.image, place, channels_last=op == "conv_nhwc")
         fp32_s: float | None = None
         for format_name in self._list_formats(op):
             if self.left_s <= 0:
-                self.notes.append(
-                    f"{OP_NAMES[op]} in {format_name} not measured: the {self.budget_s:.0f} s were used up"
-                )
+                spent = f"the {self.sizes.budget_s:.0f} s were used up"
+                self.notes.append(f"{OP_NAMES[op]} in {format_name} not measured: {spent}")
                 continue
             if format_name != "fp32" and fp32_s is None:
                 return  # nothing to compare with; the note on fp32 gives the reason
@@ -224,12 +187,13 @@ class _MeasuringSession:
                 op=op, format=format_name, tflops=problem.flops / seconds / 1e12, error=error, speedup=fp32_s / seconds
             )
 
-    def _measure_format(self, op: Op, format_name: str, problem: TimedOperation) -> tuple[float, float]:
+    def _measure_format(self, op: Op, format_name: str, problem: TimedMatmul | TimedConvolution) -> tuple[float, float]:
         """Return seconds and relative error."""
         with set_fp32_mode("tf32" if format_name == "tf32" else "ieee"):
             kernel = problem.make_kernel(format_name)
             seconds = self._time_kernel(kernel, f"{op} {format_name}")
-            error = problem.measure_error(kernel())
+            answer = problem.answer  # of the first rows or images
+            error = float((kernel()[: len(answer)].cpu().double() - answer).norm() / answer.norm())
         # Rounded inputs with fp32 sums err by less than one spacing; a larger error means that sums are rounded too.
         if format_name != "fp32" and error > find_format(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
@@ -249,7 +213,7 @@ class _MeasuringSession:
 
     def _raise_clocks(self, place: torch.device) -> None:
         """Warm the device up: an idle accelerator runs at low clocks, and the first measurement would be slow."""
-        kernel = make_problem("matmul", self.sizes.matmul, self.sizes.image, place).make_kernel("fp32")
+        kernel = TimedMatmul(self.sizes.matmul, place).make_kernel("fp32")
         until = self.driver.read_clock() + WARM_UP_S
         while self.driver.read_clock() < until:
             self._time_kernel(kernel, "warm-up")

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +52,11 @@ def take_sample(nvml: Any, handle: Any) -> Record:
         # The older of its two names: drivers before 535 have no other.
         "throttled": lambda: ", ".join(list_limits(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))),
     }
-    return {name: _ask(nvml, question) for name, question in questions.items()}
-
-
-def _ask(nvml: Any, question: Callable[[], Any]) -> Any:
-    try:
-        return question()
-    except nvml.NVMLError:
-        return None
+    answers = dict.fromkeys(questions)
+    for name, question in questions.items():
+        with suppress(nvml.NVMLError):
+            answers[name] = question()
+    return answers
 
 
 class Monitor:
@@ -163,13 +160,7 @@ def monitor_device(device: torch.device, file: Path, *, records: bool = True) ->
 
 def _read_last_elapsed_s(file: Path) -> float:
     """Return the elapsed seconds at which a resumed run continues."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return 0.0
-    for line in reversed(lines):
-        try:
+    for line in reversed(file.read_text().splitlines() if file.exists() else []):
+        with suppress(ValueError, KeyError, TypeError):  # cut short by a kill
             return float(parse_json(line)["elapsed_s"])
-        except (ValueError, KeyError, TypeError):
-            continue  # cut short by a kill
     return 0.0

@@ -7,35 +7,12 @@ import re
 
 from halfstep.errors import HardwareError, format_count
 from halfstep.hardware.device_facts import Hardware
-from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
+from halfstep.hardware.driver import Accelerator, Driver
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.support import has_matrix_units, list_cpu_formats, list_formats
 
-
-def find_cpu_name(processor: CpuDescription) -> str:
-    """Return the CPU's model name, from cpuinfo or macOS. Linux gives ARM cores none."""
-    if named := re.search(r"^model name\s*:\s*(.+)$", processor.cpuinfo, re.MULTILINE):
-        return named.group(1).strip()
-    return processor.brand or "CPU"
-
-
-def find_cpu_vendor(name: str) -> str:
-    vendors = ("Intel", "AMD", "Apple", "Arm", "Fujitsu", "Ampere")
-    return next((vendor for vendor in vendors if vendor.lower() in name.lower()), "unknown")
-
-
-def read_cpu_flags(processor: CpuDescription) -> frozenset[str]:
-    """Read the CPU's feature flags: the cpuinfo line is `flags` on x86 and `Features` on ARM."""
-    listed = _read_field(processor.cpuinfo, "flags") or _read_field(processor.cpuinfo, "Features")
-    return frozenset(listed.split()) | processor.features
-
-
-def _read_field(cpuinfo: str, key: str) -> str:
-    found = re.search(rf"^{key}\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    return found.group(1).strip() if found else ""
-
-
 VENDORS = {"cuda": "NVIDIA", "rocm": "AMD", "xpu": "Intel", "mps": "Apple"}
+CPU_VENDORS = ("Intel", "AMD", "Apple", "Arm", "Fujitsu", "Ampere")
 
 
 def probe(device: str | None = None, *, driver: Driver | None = None) -> Hardware:
@@ -79,6 +56,7 @@ def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
 
 def _describe_accelerator(seen: Accelerator, torch_version: str) -> Hardware:
     known = find_known(seen.name)
+    facts = known.facts if known else None
     chip = seen.name if seen.kind == "mps" else seen.architecture
     support = list_formats(seen.kind, seen.capability, chip, has_fp64=seen.has_fp64)
     return Hardware(
@@ -87,28 +65,32 @@ def _describe_accelerator(seen: Accelerator, torch_version: str) -> Hardware:
         name=seen.name,
         vendor=VENDORS[seen.kind],
         capability=seen.capability,
-        architecture=known.architecture if known else seen.architecture,
+        architecture=facts.architecture if facts else seen.architecture,
         memory_total_bytes=seen.memory_total_bytes,
         support=support,
         tensor_cores=has_matrix_units(seen.kind, seen.capability, seen.name, support),
         uuid=seen.uuid,
         driver=seen.driver,
         torch_version=torch_version,
-        published_tflops=known.tflops if known else {},
-        published_source=known.source if known else "",
-        published_check=known.verification if known else "",
-        notes=known.notes if known else (),
+        published_tflops=facts.published_tflops if facts else {},
+        published_source=facts.published_source if facts else "",
+        published_check=facts.published_check if facts else "",
+        notes=facts.notes if facts else (),
     )
 
 
 def _describe_cpu(driver: Driver, torch_version: str) -> Hardware:
     processor = driver.describe_processor()
-    name, flags = find_cpu_name(processor), read_cpu_flags(processor)
+    found = re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", processor.cpuinfo, re.MULTILINE)
+    fields = dict(reversed(found))  # of the first core
+    # Linux gives ARM cores no name, and calls their flags "Features".
+    name = fields.get("model name", "").strip() or processor.brand or "CPU"
+    flags = {*fields.get("flags", "").split(), *fields.get("Features", "").split(), *processor.features}
     return Hardware(
         kind="cpu",
         device="cpu",
         name=name,
-        vendor=find_cpu_vendor(name),
+        vendor=next((vendor for vendor in CPU_VENDORS if vendor.lower() in name.lower()), "unknown"),
         architecture=format_count(processor.cores, "core"),
         memory_total_bytes=processor.memory_total_bytes,
         memory_free_bytes=processor.memory_free_bytes,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, explain_missing
 from halfstep.integrations.guard import (
-    ONE_LOSS,
     HostAdvice,
     HostGuard,
     HostOptions,
@@ -51,7 +50,13 @@ class AccelerateGuard(HostGuard):
         self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, *, host: str = "Accelerate",
         advice: HostAdvice = ADVICE, **more: Any,
     ) -> None:  # fmt: skip
-        _refuse_steps_in_backward(accelerator, optimizer.optimizer)
+        name = type(optimizer.optimizer).__name__
+        if accelerator.has_lomo_optimizer or name == "LayerWiseDummyOptimizer":  # of GaLore
+            raise ConfigError(
+                f"{name} cannot be guarded",
+                why="it updates weights inside backward, before the gradients of a step can be judged",
+                fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
+            )
         self.accelerator, self.accelerated = accelerator, optimizer
         super().__init__(
             host, model, optimizer.optimizer, advice, scaler=optimizer.scaler,
@@ -160,23 +165,11 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
     """Refuse setups whose gradients or optimizer steps this process does not see as a whole."""
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"guard takes an accelerate.Accelerator first, not {type(accelerator).__name__}", fix=USE)
-    refuse_second_guard(accelerator, ONE_LOSS)
+    refuse_second_guard(accelerator)
     config = getattr(accelerator, "parallelism_config", None)
     is_split = config is not None and any(getattr(config, f"{way}_enabled", False) for way in ("tp", "cp", "sp"))
     if is_split or accelerator.distributed_type not in GUARDABLE:
         refuse_unguardable(
             f"Accelerate with {'parallelism_config' if is_split else accelerator.distributed_type.value}",
-            "one process per GPU with DDP, each with the whole model: accelerate launch --multi_gpu, without a "
-            "DeepSpeed, FSDP or Megatron-LM plugin",
-        )
-
-
-def _refuse_steps_in_backward(accelerator: Accelerator, optimizer: Any) -> None:
-    """Refuse LOMO and GaLore's layer-wise optimizers, which leave nothing to judge."""
-    name = type(optimizer).__name__
-    if accelerator.has_lomo_optimizer or name == "LayerWiseDummyOptimizer":
-        raise ConfigError(
-            f"{name} cannot be guarded",
-            why="it updates weights inside backward, before the gradients of a step can be judged",
-            fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
+            "one process per GPU with DDP: accelerate launch --multi_gpu, without DeepSpeed, FSDP or Megatron-LM",
         )

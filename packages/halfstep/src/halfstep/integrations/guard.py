@@ -62,7 +62,6 @@ from halfstep.step.verdicts import VerdictHandler
 Way = Literal["exact", "read"]
 GUARDED = "_halfstep_guard"
 """A mark on optimizers and hosts: two guards of one optimizer would judge each step twice."""
-ONE_LOSS = "its backward does not show which of two optimizers a loss is for"
 AHEAD = 256  # steps that a schedule is asked for in advance
 
 
@@ -99,7 +98,7 @@ class HostSteps:
     """The facts of the newest step, on the device; None before the first."""
 
     def __init__(self, host: str, optimizer: Optimizer, limits: Iterable[str]) -> None:
-        refuse_second_guard(optimizer, "two guards would judge each step twice, the second after the first")
+        refuse_second_guard(optimizer)
         self.host, self.optimizer, self.limits = host, optimizer, list(limits)
         self._schedulers: list[FollowedScheduler] = []
         self._undo: list[Callable[[], object]] = []
@@ -280,10 +279,7 @@ class HostGuard(HostSteps):
             optimizer.register_load_state_dict_post_hook(self._forget),
         ]
         self._undo += [hook.remove for hook in hooks]
-        warning = (
-            f"{type(optimizer).__name__}.step() bypassed the guard inside {host}: such steps are neither judged "
-            f"nor dropped. Call {advice.step} instead"
-        )
+        warning = f"{type(optimizer).__name__}.step() bypassed the guard inside {host}: call {advice.step} instead"
         self._undo.append(watch_for_second_step(optimizer, warning))
         self._mark(optimizer)
 
@@ -359,8 +355,7 @@ class HostGuard(HostSteps):
             )
         if self._loss is None and not self._has_warned:
             self._has_warned = True
-            warn_user(f"{self.host}'s backward was not called in this step: gradients and buffers are judged, the "
-                      "loss is not")  # fmt: skip
+            warn_user(f"{self.host}'s backward was not called in this step, so the loss is not judged")
         with torch.no_grad():
             facts = self._judge_and_commit()
         self.last_facts = facts
@@ -517,11 +512,11 @@ def refuse_unguardable(name: str, fix: str) -> None:
     )
 
 
-def refuse_second_guard(owner: object, why: str) -> None:
+def refuse_second_guard(owner: object) -> None:
     if hasattr(owner, GUARDED):
         raise ConfigError(
             f"this {type(owner).__name__} is already guarded, inside {getattr(owner, GUARDED).host}",
-            why=why,
+            why="two guards would judge each step twice, or not know which of two optimizers a loss is for",
             fix="call guard once; to guard again, first call .close() of the old one",
         )
 
@@ -677,7 +672,7 @@ class GuardedScheduler(FollowedScheduler):
         curve, device = Curve(self.inner), self._count.device
         self._rates = Rates(
             [self._optimizer],
-            [_pick_group(curve, position) for position in range(len(self._plain))],
+            [lambda count, group=group: curve(count)[group] for group in range(len(self._plain))],  # type: ignore[misc]
             device,
             base=[1.0] * len(self._plain),
             chunk=AHEAD,
@@ -691,7 +686,3 @@ class GuardedScheduler(FollowedScheduler):
             self.settle()
             super().let_go()
         self._rates, self._is_stale, self._plain = None, False, []
-
-
-def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:
-    return lambda count: curve(count)[position]

@@ -33,7 +33,6 @@ from halfstep.fast.fast_path import say
 from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop, detach_copy, find_obstacle
 from halfstep.integrations.guard import (
-    ONE_LOSS,
     HostAdvice,
     HostGuard,
     HostOptions,
@@ -291,8 +290,7 @@ def find_package() -> str:
         raise ConfigError(
             "both lightning and pytorch_lightning are imported",
             why="their classes differ, and a plugin of one is refused by the other's Trainer",
-            fix="import one of them; or from halfstep.integrations.lightning import make_plugin_class, and "
-            "make_plugin_class('pytorch_lightning')(\"bf16\")",
+            fix="import one of them; or halfstep.integrations.lightning.make_plugin_class('pytorch_lightning')('bf16')",
         )
     for name in PACKAGES:
         with contextlib.suppress(ModuleNotFoundError):
@@ -481,11 +479,6 @@ class FabricGuard(HostGuard):
         return norm
 
 
-def _is_set_up(one: Any) -> bool:
-    """True for an optimizer or a module that Fabric has wrapped."""
-    return "_strategy" in vars(one) or "_forward_module" in getattr(one, "_modules", {})
-
-
 def guard(
     fabric: Any,
     model: Any,
@@ -503,9 +496,13 @@ def guard(
     fix = "model, optimizer = fabric.setup(model, optimizer), then guard(fabric, model, optimizer)"
     if not hasattr(fabric, "strategy") or not hasattr(fabric, "backward"):
         raise ConfigError(f"guard takes a Fabric first, not {type(fabric).__name__}", fix=fix)
-    refuse_second_guard(fabric, ONE_LOSS)
+    refuse_second_guard(fabric)
     _refuse_strategy(fabric.strategy, GUARDABLE)
-    models = check_loop(fabric, model, optimizer, _is_set_up, fix)
+
+    def is_set_up(one: Any) -> bool:  # an optimizer or a module that Fabric has wrapped
+        return "_strategy" in vars(one) or "_forward_module" in getattr(one, "_modules", {})
+
+    models = check_loop(fabric, model, optimizer, is_set_up, fix)
     limits = ["counters and averages of your loop", "schedulers without guard.follow(scheduler)"]
     made = FabricGuard(fabric, models, optimizer, limits=limits, **options)
     made.announce()

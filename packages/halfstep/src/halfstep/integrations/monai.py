@@ -71,8 +71,6 @@ class HalfstepUpdate:
         return 0 if self._steps is None else self._steps.num_dropped
 
     def __call__(self, engine: Any, batchdata: Any) -> dict[str, Any]:
-        if batchdata is None:
-            raise ValueError("Must provide batch data for current iteration.")
         steps = self._steps or self._begin(engine)
         prepared = engine.prepare_batch(batchdata, engine.state.device, engine.non_blocking, **engine.to_kwargs)
         inputs, targets, args, kwargs = prepared if len(prepared) == 4 else (*prepared, (), {})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,9 +86,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self._hs_window: list[Any] = []
         self._hs_num_batches = 1
         self._hs_norm: Tensor | None = None
-        self._hs_last_loss: Tensor | None = None  # the last good one; NaN before the first
-        self._hs_num_missing: Tensor | None = None  # losses before the first good one, of those since the last log
-        self._hs_num_losses = 0
+        self._hs_last_loss: Tensor | None = None  # the last good one
         self._hs_filters_logs = False
         self._hs_num_dropped = 0
         super().__init__(*args, **kwargs)
@@ -116,21 +114,20 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if why_not:
             say(f"guards the steps of {HOST} instead of capturing them: {why_not}")
         is_captured = self._hs_level == "captured" and not why_not
-        self._hs_last_loss, self._hs_num_missing, self._hs_num_losses = None, None, 0
-        self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
+        self._hs_last_loss = None
+        if is_captured:
+            self._hs_steps = self._begin_captured()
+        else:
+            self._hs_steps = guard = AccelerateGuard(
+                self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, limits=LIMITS,
+                **self._hs_options,
+            )  # fmt: skip
+            self._put_scheduler(guard.follow(self.lr_scheduler))
         self._hs_steps.announce()
         # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
         self._hs_filters_logs = self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss")
         if self._hs_filters_logs:
             self.args.logging_nan_inf_filter = False
-
-    def _begin_guard(self) -> AccelerateGuard:
-        guard = AccelerateGuard(
-            self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, limits=LIMITS,
-            **self._hs_options,
-        )  # fmt: skip
-        self._put_scheduler(guard.follow(self.lr_scheduler))
-        return guard
 
     def _begin_captured(self) -> CapturedLoop:
         args = self.args
@@ -207,7 +204,10 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             self._hs_window.append(self._prepare_inputs(batch))
             if len(self._hs_window) < self._hs_num_batches:
                 return torch.zeros((), device=self.args.device)  # the last micro-batch brings the loss of the window
-            loss = self._step_captured(steps, model)
+            model.train()
+            window, self._hs_window = self._hs_window, []
+            facts = steps(self._compute_window_loss, window)
+            self._hs_norm, loss = facts.grad_norm.clone(), facts.loss.clone()
         else:
             steps.open_window()
             steps.keep(batch)
@@ -215,21 +215,11 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         return self._replace_bad_loss(loss) if self._hs_filters_logs else loss
 
     def _replace_bad_loss(self, loss: Tensor) -> Tensor:
-        """Return what the log adds up: in place of a bad loss, the last good one. Before the first it is 0, because a
-        NaN would stay in the Trainer's sum for ever; `log` corrects the mean."""
-        last = torch.full_like(loss, float("nan")) if self._hs_last_loss is None else self._hs_last_loss
+        """Return what the log adds up: in place of a bad loss, the last good one, or 0 before the first, as in the
+        Trainer: a NaN would stay in its sum for ever."""
+        last = torch.zeros_like(loss) if self._hs_last_loss is None else self._hs_last_loss
         self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
-        is_missing = self._hs_last_loss.isnan()
-        self._hs_num_missing = is_missing + (0 if self._hs_num_missing is None else self._hs_num_missing)
-        self._hs_num_losses += 1
-        return self._hs_last_loss.nan_to_num()
-
-    def _step_captured(self, captured: CapturedLoop, model: Any) -> Tensor:
-        model.train()
-        window, self._hs_window = self._hs_window, []
-        facts = captured(self._compute_window_loss, window)
-        self._hs_norm = facts.grad_norm.clone()
-        return facts.loss.clone()
+        return self._hs_last_loss
 
     def _compute_window_loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         """Return the loss of a micro-batch as an hs.Step takes it: the step averages what the Trainer adds up."""
@@ -254,20 +244,13 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         rate = logs.get("learning_rate")
         if isinstance(rate, Tensor):
             logs["learning_rate"] = float(rate)
-        if "loss" in logs and self._hs_num_missing is not None:
-            num, num_missing = self._hs_num_losses, int(self._hs_num_missing)
-            if num_missing:
-                logs["loss"] = logs["loss"] * num / (num - num_missing) if num_missing < num else float("nan")
-            self._hs_num_missing, self._hs_num_losses = None, 0
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's loader; with capsules its batches also hold the numbers of their samples."""
         sampling = getattr(self.args, "train_sampling_strategy", "random")
-        is_plain = not getattr(self.args, "group_by_length", False) and str(getattr(sampling, "value", sampling)) in (
-            "random",
-            "sequential",
-        )
+        is_plain = str(getattr(sampling, "value", sampling)) in ("random", "sequential")
+        is_plain = is_plain and not getattr(self.args, "group_by_length", False)
         data, collate = self.train_dataset, self.data_collator
         has_capsules = self._hs_options.get("capsules") is not None
         if not has_capsules or not is_plain or isinstance(data, IterableDataset) or data is None:
@@ -304,30 +287,25 @@ def replay(trainer: HalfstepMixin, capsule: str | os.PathLike[str]) -> Replayed:
     return replay_capsule(capsule, trainer.model, trainer._compute_window_loss)
 
 
-class NumberedItem(NamedTuple):
-    """A sample and its number in the dataset; not a dict, so that no column of it is removed."""
+class NumberedData(Dataset[tuple[int, Any]]):
+    """Samples with their numbers in the dataset; not dicts, so that no column of them is removed."""
 
-    number: int
-    item: Any
-
-
-class NumberedData(Dataset[NumberedItem]):
     def __init__(self, data: Any) -> None:
         self.data = data
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, number: int) -> NumberedItem:
-        return NumberedItem(int(number), self.data[number])
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return int(number), self.data[number]
 
 
 class NumberedCollator:
     def __init__(self, collate: Callable[..., Any]) -> None:
         self.collate = collate
 
-    def __call__(self, items: Sequence[NumberedItem]) -> Any:
-        batch = self.collate([one.item for one in items])
-        if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-            batch[INDEX] = torch.tensor([one.number for one in items])
+    def __call__(self, items: Sequence[tuple[int, Any]]) -> Any:
+        batch = self.collate([item for _, item in items])
+        if hasattr(batch, "keys"):
+            batch[INDEX] = torch.tensor([number for number, _ in items])
         return batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.distributed.sharding import Sharding, find_sharding
+from halfstep.distributed.sharding import find_sharding
 from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
 from halfstep.fast.fast_path import Fast
 from halfstep.own_loop.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
@@ -135,13 +135,6 @@ def check_count(name: str, value: object) -> int:
     return int(value)
 
 
-def check_names(name: str, value: Iterable[str]) -> frozenset[str]:
-    found = [] if isinstance(value, str) else list(value)
-    if isinstance(value, str) or not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"{name}={value!r} is not a list of names", fix=f'{name}=["my_library::my_operator"]')
-    return frozenset(found)
-
-
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
@@ -184,10 +177,7 @@ def recompute_repeated_blocks(model: nn.Module) -> None:
     names = find_blocks(model)
     recompute_blocks_(model, "blocks", names)
     if not describe_recomputed(model) and not any(isinstance(module, Recomputing) for module in model.modules()):
-        warn_user(
-            f'memory="low" found no repeated blocks in {type(model).__name__}: nothing is recomputed, and memory stays '
-            "as it is"
-        )
+        warn_user(f'memory="low" found no repeated blocks in {type(model).__name__}: nothing is recomputed')
 
 
 def refuse_uncallable(**hooks: object) -> None:
@@ -210,7 +200,10 @@ def read_fast(given: object) -> Fast:
     if fast.num_steps is not None:
         check_count("num_steps", fast.num_steps)
     check_count("max_graphs", fast.max_graphs)
-    return dataclasses.replace(fast, pure_ops=check_names("pure_ops", fast.pure_ops))
+    pure = [] if isinstance(fast.pure_ops, str) else list(fast.pure_ops)
+    if isinstance(fast.pure_ops, str) or not all(isinstance(name, str) for name in pure):
+        raise ConfigError(f"pure_ops={fast.pure_ops!r} is not a list of names", fix='pure_ops=["my_library::my_op"]')
+    return dataclasses.replace(fast, pure_ops=frozenset(pure))
 
 
 def make_guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:
@@ -232,10 +225,7 @@ def warn_of_idle_scaler(given: torch.amp.GradScaler | Mapping[str, object] | Non
     if isinstance(given, torch.amp.GradScaler) and given.is_enabled() and not plan.needs_loss_scaling:
         # bf16 needs none either where it falls back to fp32; fp16 would.
         name = plan.granted if plan.asked in ("auto", "fp16") else plan.asked
-        warn_user(
-            f"{name} needs no scaler, so scaler=GradScaler(...) is not used: only fp16's range is so small "
-            "that gradients vanish without one. Leave it out"
-        )
+        warn_user(f"{name} needs no scaler, so scaler=GradScaler(...) is not used: leave it out")
 
 
 def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
@@ -256,10 +246,8 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
         if held and not any(id(weight) in own for weight in held):
             raise ConfigError(
-                f"{type(optimizer).__name__} trains {len(held)} parameters, and none of them belongs to this "
-                f"{type(model).__name__}",
-                why="it was created for another model, or before the weights were replaced by model.to(...), a copy "
-                "or fully_shard(model)",
+                f"{type(optimizer).__name__} trains no parameter of this {type(model).__name__}",
+                why="it was created for another model, or before model.to(...), a copy or fully_shard replaced them",
                 fix=f"create it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
                 "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
@@ -291,13 +279,11 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
         if weight.dtype not in (wanted, torch.bfloat16 if plan.granted == "bf16-true" else wanted):
             stored = str(weight.dtype).removeprefix("torch.")
             cast = "bfloat16()" if wanted is torch.bfloat16 else "float()"
+            other = ": there is no fp64 precision" if stored == "float64" else ", or choose another precision"
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
                 why="the optimizer already refers to these weights, so they cannot be cast now",
-                fix=f"call model.{cast} before creating the optimizer, and before fully_shard"
-                + (
-                    ", or choose another precision" if weight.dtype != torch.float64 else ": there is no fp64 precision"
-                ),
+                fix=f"call model.{cast} before creating the optimizer, and before fully_shard{other}",
             )
 
 
@@ -321,7 +307,8 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bo
             why="fp8 pays in compiled steps only, and a sharded step is not captured",
             fix="precision='bf16'",
         )
-    policies = _list_policies(sharding)
+    modules: Sequence[Any] = sharding.modules
+    policies = list(dict.fromkeys(module._get_fsdp_state()._mp_policy for module in modules))
     for policy in policies:
         if torch.float16 in (policy.param_dtype, policy.reduce_dtype) and not plan.needs_loss_scaling:
             raise PrecisionError(
@@ -332,16 +319,9 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bo
             )
         summed_in = policy.reduce_dtype or policy.param_dtype or next(model.parameters()).dtype
         if summed_in == torch.bfloat16:
-            warn_user("FSDP sums gradients over the ranks in bf16, which loses small terms: "
-                      "MixedPrecisionPolicy(..., reduce_dtype=torch.float32) sums them in fp32")  # fmt: skip
+            warn_user("FSDP sums gradients over the ranks in bf16: MixedPrecisionPolicy(reduce_dtype=torch.float32)")
             break
     return {"mesh": sharding.describe(), "mp_policy": policies}
-
-
-def _list_policies(sharding: Sharding) -> list[Any]:
-    """Return the mixed-precision policies of a sharded model's modules, each once."""
-    modules: Sequence[Any] = sharding.modules
-    return list(dict.fromkeys(module._get_fsdp_state()._mp_policy for module in modules))
 
 
 # --- the window ---
@@ -385,16 +365,12 @@ def read_window(given: object, accumulate: int) -> list[Batch]:
         if len(given) > accumulate:
             _refuse(f"contains {len(given)} entries, more than the accumulate={accumulate} batches of one step")
         window = list(given)
-    if _mixes_kinds(window):
+    kinds = {(batch.dtype, batch.ndim) if isinstance(batch, Tensor) else type(batch) for batch in window}
+    if len(kinds) > 1 and any(isinstance(batch, Tensor) for batch in window):
         _refuse("contains tensors of different dtypes or dimensions, like the entries of one batch")
     if isinstance(given, tuple) and len(window) > 1 and all(isinstance(batch, Tensor) for batch in window):
         _refuse(f"is a tuple of {len(window)} tensors, as a batch is; batches that are tensors come in a list")
     return window
-
-
-def _mixes_kinds(window: Sequence[Batch]) -> bool:
-    kinds = {(batch.dtype, batch.ndim) if isinstance(batch, Tensor) else type(batch) for batch in window}
-    return len(kinds) > 1 and any(isinstance(batch, Tensor) for batch in window)
 
 
 def _refuse(found: str) -> NoReturn:

@@ -146,10 +146,7 @@ class DataPosition:
     def warn_if_unread(self) -> None:
         """Warn of a batch that does not come from `step.windows` although a pass was loaded that goes on there."""
         if self._pass is None and self._state is not None and not self._state.is_over:
-            warn_user(
-                "the loaded state stops in the middle of a pass over the data, and this batch does not come from "
-                f"step.windows(loader), which would continue there: {INEXACT}"
-            )
+            warn_user(f"this batch does not come from step.windows, where the loaded state continues: {INEXACT}")
             self._state = None
 
     def end_pass(self) -> None:
@@ -160,10 +157,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         if self._has_overlap:
-            warn_user(
-                "step.windows was called again before its last pass had ended: only the newest of several passes is "
-                "stored, so a resumed loop does not continue exactly"
-            )
+            warn_user("several passes of step.windows overlap: only the newest is stored, so resuming is not exact")
         if self._pass is not None:
             self._pass.update_state()
         state = None if self._state is None else vars(self._state)
@@ -203,7 +197,6 @@ class _Pass:
             name.startswith("loader.dataset") and _find_generators(owner) for name, owner in self.owners.items()
         )
         self.is_iterable = self.loader is None or isinstance(self.loader.dataset, IterableDataset)
-        self.kind = type(batches).__name__
         self.is_opaque = self.loader is None and not isinstance(batches, (Sequence, Stateful))
         """True for a generator or a wrapper, whose batches can only be skipped by loading them again."""
         self.is_replaced = False
@@ -358,21 +351,15 @@ class _Pass:
         return iter(self.prefetcher)
 
     def _note_generators(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while True:
-            state = self._read()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        state = self._read()
+        for batch in batches:
             self.state.ahead.append(state)
             yield batch
+            state = self._read()
 
     def _note_difference(self, what: str) -> None:
-        self._differences.append(
-            f"{what} (if the loop or a sampler keeps an order from pass to pass, draw it from the epoch: "
-            "torch.randperm(num, generator=torch.Generator().manual_seed(epoch)); to begin a new pass, call "
-            "step.end_pass() before step.windows)"
-        )
+        order = "torch.randperm(num, generator=torch.Generator().manual_seed(epoch))"
+        self._differences.append(f"{what} (draw an order from the epoch: {order}; step.end_pass() begins a new pass)")
 
     def _note_worker_generators(self) -> None:
         self._differences.append(
@@ -393,7 +380,7 @@ class _Pass:
     def _why_loaded(self, found: _PassState) -> str:
         """Return why the skipped batches have to be loaded again; empty if their indices are enough."""
         if self.loader is None:
-            return f"a {self.kind} has no sampler (pass the DataLoader itself to step.windows)"
+            return f"a {type(self.batches).__name__} has no sampler (pass the DataLoader itself to step.windows)"
         if not getattr(self.loader, "in_order", True):
             self._differences.append("in_order=False lets the workers decide the order of batches")
         depends_on_workers = self.is_iterable or self.state.num_workers > 0 and self.state.has_draws

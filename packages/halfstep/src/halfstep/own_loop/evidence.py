@@ -24,10 +24,8 @@ from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
-from halfstep.evidence.watch import Watch
 from halfstep.fast.windows import list_tensors
 from halfstep.hardware.probe import probe
-from halfstep.own_loop.arguments import check_count
 from halfstep.own_loop.loss import find_named
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
@@ -43,11 +41,6 @@ def make_recorder(
     rank = None if step.ranks is None else step.ranks.world.rank
     context = CapsuleContext(about={"plan": json.loads(step.plan.to_json())}, rank=rank)
     return Recorder(Path(folder), model or step.model, step, context, notice=warn_user, spikes=spikes)
-
-
-def make_watch(step: GuardedStep, every: int) -> Watch:
-    """Make the watch of `hs.Step(watch=every)`; with several ranks all measure, and rank 0 warns."""
-    return Watch(step, check_count("watch", every), notice=warn_user if step.is_first_rank else lambda text: None)
 
 
 def count_rows(batch: Any) -> int:
@@ -81,7 +74,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     held = find_held_modules(loss_fn, model)
     subject = Subject(
         model=model,
-        loss=_make_eager(loss_fn),
+        loss=torch.compiler.set_stance("force_eager")(loss_fn),
         variants={"as it was": loss_fn},
         held=held,
         other_state={name: capsules.copy_state(module) for name, module in held.items()},
@@ -102,14 +95,6 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
             module.__class__ = kind
         model.train(training)
         restore_rng(generators, device)
-
-
-def _make_eager(loss_fn: LossFn) -> LossFn:
-    def eager(batch: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return loss_fn(batch)
-
-    return eager
 
 
 def find_held_modules(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
@@ -135,10 +120,7 @@ def _read_modules(plan: Plan) -> dict[str, str]:
 
 # --- hs.ledger ---
 
-NOT_COMPILED = (
-    "the model is compiled: inside the ledger its steps ran uncompiled, so this shows the formats in its code, "
-    "not those of the compiled code"
-)
+NOT_COMPILED = "the model is compiled: its steps ran uncompiled inside the ledger, which shows the formats in its code"
 
 
 class SeenSteps:
@@ -154,10 +136,9 @@ class SeenSteps:
                 "the ledger has seen no step", fix="call step(loss_fn, window) inside `with hs.ledger(step) as seen`"
             )
         model = self._step.model
-        is_compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
         weights = Weights.collect(model, self._step.optimizers)
-        notes = [NOT_COMPILED] if is_compiled else []
-        return make_ledger(self._step.plan, self._observer, model, weights, notes=notes, step=self._step.attempted)
+        notes = [NOT_COMPILED] if any(hasattr(module, "_orig_mod") for module in model.modules()) else []
+        return make_ledger(self._step.plan, self._observer.seen, model, weights, notes=notes, step=self._step.attempted)
 
     def __str__(self) -> str:
         return str(self.ledger)
@@ -180,8 +161,7 @@ def ledger(step: object) -> Iterator[SeenSteps]:
         raise ConfigError(
             "hs.ledger with a sharded model",
             why="it recognises casts of weights by their memory, and FSDP gathers weights into new memory",
-            fix="watch the same model without fully_shard, with fewer layers if it does not fit: its precision plan is "
-            "the same",
+            fix="watch the same model without fully_shard, with fewer layers if it does not fit: its plan is the same",
         )
     observer = Observer(guarded.model)
     with watch_step(guarded, observer.watch):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,10 +50,7 @@ class LossChecker:
             )
         self.last, self.weighs, kind = inspect.unwrap(loss_fn), False, _identify(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
-            warn_user(
-                "the step was called inside torch.autocast: it enters autocast itself, and backward and optimizer "
-                "must run outside; remove your autocast"
-            )
+            warn_user("the step was called inside torch.autocast, which it enters itself: remove your autocast")
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
             self.overflow = None
@@ -84,13 +82,11 @@ class LossChecker:
         named = self.step.model.named_modules()
         norms = [name for name, m in named if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
         if norms:
-            warn_user(f"loss_fn ran no layer of the model: a bad step cannot restore the statistics of BatchNorm "
-                      f"{norms[0]!r}, which the forward pass wrote before it. Run the forward pass inside "
-                      "loss_fn")  # fmt: skip
+            warn_user(f"loss_fn ran no layer of the model, so a bad step cannot restore what BatchNorm {norms[0]!r} "
+                      "wrote before it: run the forward pass inside loss_fn")  # fmt: skip
         elif not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
-            warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
-                      f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
-                      "`with step.plan.forward():`")  # fmt: skip
+            warn_user(f"loss_fn ran no layer of the model, and nothing was computed in {self.step.plan.granted}: run "
+                      "the forward pass inside loss_fn, or in `with step.plan.forward():`")  # fmt: skip
 
     def is_new(self, loss_fn: LossFn) -> bool:
         return _identify(loss_fn) not in self.known
@@ -122,15 +118,16 @@ class LossChecker:
                 why="the step computes the gradient of the returned loss, and would count it twice",
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
-        if is_scaled_by_hand(loss):
-            warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales it "
-                       "itself; return the plain loss")  # fmt: skip
-        if self.step.accumulate > 1 and is_divided_by(self.step.accumulate, loss):
+        operation, numbers = find_last_operation(loss)
+        # A large power of two.
+        if operation == "MulBackward0" and any(n >= 1024 and math.frexp(n)[0] == 0.5 for n in numbers):
+            warn_user("the loss is multiplied by a large power of two, as by GradScaler.scale: return the plain loss")
+        if operation == "DivBackward0" and self.step.accumulate > 1 and self.step.accumulate in numbers:
             warn_user(f"the loss is divided by {self.step.accumulate}, as a loop that accumulates by hand does: the "
                        "step already averages over its window. In that case, return the plain loss")  # fmt: skip
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
-            warn_user(f"loss_fn returned (loss, {float(weight):g}): the second value weights the batch in its window. "
-                       "If it is an accuracy, return the loss alone")  # fmt: skip
+            what = f"loss_fn returned (loss, {float(weight):g}), which weights the batch in its window"
+            warn_user(f"{what}: if it is an accuracy, return the loss alone")
         self.halves = find_half_dtypes(loss)
         if strange := self.halves - self._list_half_dtypes():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
@@ -162,28 +159,15 @@ def find_half_dtypes(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
     return found
 
 
-def is_scaled_by_hand(loss: Tensor) -> bool:
-    """True if the last operation multiplied the loss by a large power of two, as GradScaler.scale does."""
-    if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
-        return False
-    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _find_numbers(loss))
-
-
-def is_divided_by(number: int, loss: Tensor) -> bool:
-    """True if the last operation divided the loss by this number, as loops that accumulate by hand do."""
-    return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _find_numbers(loss)
-
-
-def _find_numbers(loss: Tensor) -> list[float]:
-    """Return the constants in the last operation; empty if it combines two losses."""
-    assert loss.grad_fn is not None
-    inputs = [following for following, _ in loss.grad_fn.next_functions]
-    if len(inputs) > 1 and None not in inputs:
-        return []
+def find_last_operation(loss: Tensor) -> tuple[str, list[float]]:
+    """Return the node of the operation that gave the loss, and its constants; none if it combines two losses."""
+    if loss.grad_fn is None or len(inputs := loss.grad_fn.next_functions) > 1 and all(node for node, _ in inputs):
+        return "", []
     given = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
     # Leave simulation's dispatch mode: inside it torch returns a Python number instead of the saved tensor.
     with _disable_current_modes():
-        return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]
+        numbers = [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]
+    return loss.grad_fn.name(), numbers
 
 
 def _identify(loss_fn: LossFn) -> object:
@@ -198,7 +182,6 @@ def _identify(loss_fn: LossFn) -> object:
 # other networks in training mode are compared before and after. The hook is removed when the window ends, and not
 # installed where torch.compile would trace it.
 
-Buffers = dict[str, Tensor]
 MOST_ENTRIES = 100  # of a list or dict that is looked through for networks: it may hold the data
 
 
@@ -219,8 +202,9 @@ class UnguardedNetworks:
         if self.ran_own:  # it may have: no hook could tell
             yield
             return
-        ran: dict[nn.Module, Buffers] = {}
+        ran: dict[nn.Module, dict[str, Tensor]] = {}
         thread = threading.get_ident()
+        given = {id(tensor) for tensor in self.writes.loose._buffers.values()}
 
         def note(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling() or threading.get_ident() != thread:
@@ -228,7 +212,8 @@ class UnguardedNetworks:
             if module in own:
                 self.ran_own = True
             elif module not in ran:
-                ran[module] = self._copy_buffers(module) if module.training else {}
+                held = ((n, b) for n, b in module._buffers.items() if b is not None and id(b) not in given)
+                ran[module] = {n: b.detach().clone() for n, b in held if module.training and b.is_floating_point()}
 
         handle = register_module_forward_pre_hook(note)
         try:
@@ -237,14 +222,10 @@ class UnguardedNetworks:
             handle.remove()
         self._warn_of_writes(ran, named)
 
-    def _copy_buffers(self, module: nn.Module) -> Buffers:
-        given = {id(tensor) for tensor in self.writes.loose._buffers.values()}
-        held = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
-        return {n: b.detach().clone() for n, b in held if b.is_floating_point() and id(b) not in given}
-
-    def _warn_of_writes(self, ran: dict[nn.Module, Buffers], named: dict[str, Any]) -> None:
+    def _warn_of_writes(self, ran: dict[nn.Module, dict[str, Tensor]], named: dict[str, Any]) -> None:
         for module, before in ran.items():
-            if not any(_differs(module._buffers.get(name), then) for name, then in before.items()):
+            buffers = module._buffers
+            if all((now := buffers.get(n)) is not None and torch.equal(now, then) for n, then in before.items()):
                 continue
             # A network's hook runs before those of its submodules, so the first match is the outermost.
             root, path = next((r, n) for r in ran for n, part in r.named_modules() if part is module)
@@ -257,10 +238,6 @@ class UnguardedNetworks:
                 f"loss_fn writes into the buffers of {part}, which is neither in the model nor in also=: a bad step "
                 f"would leave them as they are, NaN included. Fix: hs.Step(..., also=[{name}])"
             )
-
-
-def _differs(now: Tensor | None, then: Tensor) -> bool:
-    return now is None or now.shape != then.shape or not torch.equal(now, then)
 
 
 def find_named(loss_fn: Callable[..., Any]) -> dict[str, Any]:

@@ -228,8 +228,7 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             raise CheckpointError(
                 f"the given model has none of the {format_count(num_missing, 'parameter')} that the step trains",
                 why="the file would contain the state of the optimizers, and the weights of another model",
-                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was created "
-                "with; several models as a list",
+                fix="hs.save(path, step, model) with the model that hs.Step has; several models as a list",
             )
         if num_missing:
             warn_user(
@@ -279,25 +278,12 @@ def _read(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             document = (file.metadata() or {}).get(DOCUMENT)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"there is no file {path}",
-            why="hs.save has not written it, or it was moved",
-            fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
-        ) from None
-    except MALFORMED as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {summarise_error(error)}",
-            why="it is damaged, or hs.save did not write it",
-            fix="load an older file; torch.load reads what torch.save wrote",
-        ) from error
-    if document is None:
-        raise CheckpointError(
-            f"{path} contains tensors without the state of a loop",
-            why="hs.save did not write it",
-            fix="safetensors.torch.load_file reads it, for model.load_state_dict",
-        )
-    try:
+        if document is None:
+            raise CheckpointError(
+                f"{path} contains tensors without the state of a loop",
+                why="hs.save did not write it",
+                fix="safetensors.torch.load_file reads it, for model.load_state_dict",
+            )
         found = read_sealed(document)
         if (layout := found["layout"]) != LAYOUT_VERSION:
             raise CheckpointError(
@@ -309,11 +295,17 @@ def _read(path: Path) -> dict[str, Any]:
             differing = [n for n in found["checksums"] if checksums.get(n) != found["checksums"][n]]
             raise ValueError(f"{', '.join(differing[:NUM_SHOWN]) or 'a tensor'} was changed after it was written")
         state: dict[str, Any] = unpack(found["state"], tensors)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no file {path}",
+            why="hs.save has not written it, or it was moved",
+            fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
+        ) from None
     except MALFORMED as error:
         raise CheckpointError(
-            f"{path} is damaged: {summarise_error(error)}",
-            why="it was edited, or the disk or a copy damaged it",
-            fix="load an older file, or copy it again",
+            f"{path} cannot be read: {summarise_error(error)}",
+            why="hs.save did not write it, or it was edited, or the disk or a copy damaged it",
+            fix="load an older file, or copy it again; torch.load reads what torch.save wrote",
         ) from error
     return state
 

@@ -8,8 +8,7 @@ with it any influence of the number of workers and of the order. It costs about 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -39,25 +38,28 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        with _keep_generators():
-            return list(self._load(indices))
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            return [self._load(index, int(self._epoch)) for index in indices]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
 
-    def _load(self, indices: Iterable[Any]) -> Iterator[Any]:
-        epoch = int(self._epoch)
-        for index in indices:
-            if not isinstance(index, Integral):
-                raise DataError(
-                    f"hs.seeded was given the index {index!r}",
-                    why="it seeds each sample by (seed, epoch, index), so an index must be an integer",
-                    fix="a sampler that yields integers",
-                )
-            number = int(index) if int(index) >= 0 else int(index) + len(self)
-            mixed = np.random.SeedSequence((3, self.seed, epoch, number)).generate_state(4, np.uint32).tolist()
-            random.seed(mixed[0] << 32 | mixed[1])
-            np.random.seed(mixed[2])
-            # Not torch.manual_seed: with workers=0 that would also reseed the GPUs, from which dropout draws.
-            torch.default_generator.manual_seed(mixed[3] << 31 | mixed[0] >> 1)
-            yield self.dataset[index]
+    def _load(self, index: Any, epoch: int) -> Any:
+        if not isinstance(index, Integral):
+            raise DataError(
+                f"hs.seeded was given the index {index!r}",
+                why="it seeds each sample by (seed, epoch, index), so an index must be an integer",
+                fix="a sampler that yields integers",
+            )
+        number = int(index) if int(index) >= 0 else int(index) + len(self)
+        mixed = np.random.SeedSequence((3, self.seed, epoch, number)).generate_state(4, np.uint32).tolist()
+        random.seed(mixed[0] << 32 | mixed[1])
+        np.random.seed(mixed[2])
+        # Not torch.manual_seed: with workers=0 that would also reseed the GPUs, from which dropout draws.
+        torch.default_generator.manual_seed(mixed[3] << 31 | mixed[0] >> 1)
+        return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "dataset" not in self.__dict__:  # while it is copied or unpickled
@@ -83,14 +85,3 @@ def seeded(dataset: Dataset[Any], seed: int = 0) -> SeededDataset:
     if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) < 0:
         raise DataError(f"hs.seeded was given seed={seed!r}", fix="an integer of at least 0")
     return SeededDataset(dataset, int(seed))
-
-
-@contextmanager
-def _keep_generators() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -21,31 +21,9 @@ from halfstep.fast.certificate import Certificate
 from halfstep.fast.fast_path import Fast, FastMode, FastPath, split_results
 from halfstep.fast.fp8_trial import plan_fp8_trial
 from halfstep.hardware.probe import probe
-from halfstep.own_loop.arguments import (
-    check_choice,
-    check_count,
-    check_folder,
-    check_model_and_optimizers,
-    check_number,
-    check_sharded,
-    find_device,
-    make_capturable,
-    make_guard_options,
-    make_scaler_options,
-    read_fast,
-    read_precision,
-    read_window,
-    recompute_repeated_blocks,
-    refuse_no_function,
-    refuse_non_finite_settings,
-    refuse_recast,
-    refuse_uncallable,
-    refuse_unknown,
-    refuse_unrelated_optimizers,
-    warn_of_idle_scaler,
-)  # fmt: skip
+from halfstep.own_loop import arguments
 from halfstep.own_loop.data_position import DataPosition
-from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
+from halfstep.own_loop.evidence import count_rows, make_recorder
 from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.precision.apply import apply
@@ -170,25 +148,28 @@ class Step:
         capsules: str | os.PathLike[str] | None = None,
         **unknown: Never,  # refused here with a suggestion, and by type checkers
     ) -> None:
-        refuse_unknown(unknown, Step.__init__)
-        model, optimizers = check_model_and_optimizers(model, optimizer)
-        device, options, scaling = find_device(model), make_guard_options(guard), make_scaler_options(scaler)
-        folder, asked, captures = check_folder(capsules), read_precision(precision), read_fast(fast)
-        decay, limit = check_number("ema_decay", ema_decay, below=1.0), check_number("clip_norm", clip_norm)
-        accumulate, clip = check_count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
+        arguments.refuse_unknown(unknown, Step.__init__)
+        model, optimizers = arguments.check_model_and_optimizers(model, optimizer)
+        device = arguments.find_device(model)
+        options, scaling = arguments.make_guard_options(guard), arguments.make_scaler_options(scaler)
+        folder, asked = arguments.check_folder(capsules), arguments.read_precision(precision)
+        captures = arguments.read_fast(fast)
+        decay = arguments.check_number("ema_decay", ema_decay, below=1.0)
+        limit = arguments.check_number("clip_norm", clip_norm)
+        accumulate, clip = arguments.check_count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
         plan, fp8 = plan_fp8_trial(asked, probe(str(device)), model)
-        refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
-        warn_of_idle_scaler(scaler, plan)
-        refuse_recast(model, plan)
-        check_choice("memory", memory, ("normal", "low"))
-        check_choice("shard_reduce", shard_reduce, ("each", "last"))
-        sharded = check_sharded(model, plan, capsules=folder, has_fp8=fp8 is not None)
-        refuse_unrelated_optimizers(model, optimizers)
+        arguments.refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
+        arguments.warn_of_idle_scaler(scaler, plan)
+        arguments.refuse_recast(model, plan)
+        arguments.check_choice("memory", memory, ("normal", "low"))
+        arguments.check_choice("shard_reduce", shard_reduce, ("each", "last"))
+        sharded = arguments.check_sharded(model, plan, capsules=folder, has_fp8=fp8 is not None)
+        arguments.refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
-        changed = make_capturable(optimizers, self._schedules.rates) if captures.mode != "off" else []
+        changed = arguments.make_capturable(optimizers, self._schedules.rates) if captures.mode != "off" else []
         if memory == "low":
-            recompute_repeated_blocks(model)
+            arguments.recompute_repeated_blocks(model)
         self._step = GuardedStep(
             model, optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
@@ -199,18 +180,22 @@ class Step:
             self._step.ranks.reduces_last = shard_reduce == "last"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
-        self._keep_ranks_alike(
-            precision=plan.granted, simulate=asked.simulate, accumulate=accumulate, clip_norm=limit,
-            clip_type=clip_type, ema_decay=decay, skip_spikes=skip_spikes, shard_reduce=shard_reduce, **sharded,
-            **{f"guard.{name}": value for name, value in dataclasses.asdict(options).items()},
-            **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()},
-        )  # fmt: skip
+        if self._step.ranks is not None:
+            refuse_differing_steps(self._step.ranks.world, optimizers, {
+                "precision": plan.granted, "simulate": asked.simulate, "accumulate": accumulate, "clip_norm": limit,
+                "clip_type": clip_type, "ema_decay": decay, "skip_spikes": skip_spikes, "shard_reduce": shard_reduce,
+                **{f"guard.{name}": value for name, value in dataclasses.asdict(options).items()},
+                **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()}, **sharded,
+            })  # fmt: skip
+            self._guard.observers.append(refuse_differing_rates)
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.is_first_rank:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
-        self._watch = make_watch(self._step, watch) if watch else None
+        every = arguments.check_count("watch", watch) if watch else 0
+        notice = warn_user if self._step.is_first_rank else lambda text: None  # all ranks measure
+        self._watch = Watch(self._step, every, notice=notice) if every else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
@@ -248,12 +233,6 @@ class Step:
             warnings.warn(hint, stacklevel=2)
         for unfused in filter(None, (committer.hint_at_fused for committer in self._step.committers)):
             warn_once(unfused, "an optimizer is not fused", stacklevel=2)
-
-    def _keep_ranks_alike(self, **settings: object) -> None:
-        """Refuse ranks whose settings of this step or whose learning rates differ."""
-        if self._step.ranks is not None:
-            refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_differing_rates)
 
     # --- training ---
 
@@ -321,9 +300,9 @@ class Step:
     def _check(self, loss_fn: LossFn, window: Iterable[Batch] | None) -> list[Batch]:
         self._take_loaded()
         self._schedules.refuse_written_rates()
-        refuse_non_finite_settings(self._step.optimizers)
-        refuse_no_function(loss_fn)
-        batches = read_window(window, self._step.accumulate)
+        arguments.refuse_non_finite_settings(self._step.optimizers)
+        arguments.refuse_no_function(loss_fn)
+        batches = arguments.read_window(window, self._step.accumulate)
         if self._guard.options.on_fault == "rollback" and self._snapshots.is_due(self.attempted):
             self._snapshots.take(self._step.model, self._step)
         self._position.warn_if_unread()
@@ -335,7 +314,7 @@ class Step:
         if not loaded and not any(driven.is_loaded for driven in self._schedules.driven):
             return
         if self._fast.asked != "off":  # a state may be of an optimizer in another form, which the groups take over
-            make_capturable(loaded, self._schedules.rates)
+            arguments.make_capturable(loaded, self._schedules.rates)
         self._schedules.take_loaded(loaded)
         for committer in self._step.committers:
             committer.forget()
@@ -516,8 +495,7 @@ class Step:
         """Return everything a resumed loop needs except the model; waits for the device. `hs.save` stores both."""
         self._take_loaded()
         if self.attempted == self._attempted_untrained:
-            warn_user("state_dict() was called between step.windows and the step: this window counts as trained on, "
-                      "and a resumed loop skips it. Save after the step")  # fmt: skip
+            warn_user("state_dict() was called before the step of a window, which a resumed loop skips: save after it")
         if self._passes and self._schedules.has_any("epoch"):
             warn_user("state_dict() was called after a pass over the data and before step.epoch_ended(): a resumed "
                       "loop begins the next epoch without it. Save after step.epoch_ended()")  # fmt: skip

@@ -41,7 +41,12 @@ def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Mod
     for name, row in rows.items():
         if casts_storage:
             cast_storage_(modules[name], row)
-        _swap_classes(modules[name], row, enclosing=_find_enclosing_dtype(name, rows, plan), plan=plan)
+        if row.compute == "fp8" and isinstance(modules[name], nn.Linear):
+            settings = {} if plan.simulated else read_torchao_settings(plan.fp8_recipe)
+            swap_class(modules[name], InFp8 if plan.simulated else InTorchaoFp8, **settings)
+        dtype = get_autocast_dtype(row.precision)
+        if row.is_part and dtype != _find_enclosing_dtype(name, rows, plan):
+            set_compute_(modules[name], dtype, plan)
     return model
 
 
@@ -64,17 +69,6 @@ def cast_storage_(module: nn.Module, row: PlanRow) -> None:
     for weight in nn.Module.parameters(module, recurse=False):
         if weight.is_floating_point():
             weight.data = weight.data.to(STORAGE_DTYPES[row.storage])
-
-
-def _swap_classes(module: nn.Module, row: PlanRow, *, enclosing: torch.dtype | None, plan: Plan) -> None:
-    if row.compute == "fp8" and isinstance(module, nn.Linear):
-        if plan.simulated:
-            swap_class(module, InFp8)
-        else:
-            swap_class(module, InTorchaoFp8, **read_torchao_settings(plan.fp8_recipe))
-    dtype = get_autocast_dtype(row.precision)
-    if row.is_part and dtype != enclosing:
-        set_compute_(module, dtype, plan)
 
 
 def set_compute_(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> None:
@@ -156,7 +150,11 @@ def make_rows(
         is_boundary = answer is not default and grants.get(_get_parent(name)) is not answer
         if is_boundary or has_own_weights(module):
             row = _make_row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists)
-            rows.append(_apply_fp8(row, module, fp8, is_edge=name in edges and answer is default))
+            if row.compute == "fp8" and has_own_weights(module):  # kept where the module can run it and gains by it
+                is_edge = name in edges and answer is default
+                compute, reason = fp8.choose_compute(name, module, is_edge=is_edge, reason=row.reason)
+                row = dataclasses.replace(row, compute=compute, reason=reason)
+            rows.append(row)
     return rows
 
 
@@ -218,11 +216,8 @@ def _make_row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cud
     weights = list(module.parameters())
     is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
     kind: RowKind = "default" if not is_part else "frozen" if is_frozen else "module"
-    storage, compute, reason = (
-        answer.storage,
-        answer.compute,
-        _explain_row(answer, is_part=is_part, is_frozen=is_frozen),
-    )
+    storage, compute, reason = answer.storage, answer.compute, answer.explain() if is_part else "the default"
+    reason = f"frozen, {reason}" if is_frozen else reason
     if isinstance(module, _NormBase) and storage != "fp32":
         storage, reason = "fp32", "running statistics in half would lose their updates"
     elif answer.is_mixed and cuda_lists and isinstance(module, UPCAST_BY_AUTOCAST):
@@ -231,22 +226,6 @@ def _make_row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cud
         compute, reason = storage, "a lookup, no arithmetic"
     precision = answer.precision if is_part else ""
     return PlanRow(module=name or ROOT, storage=storage, compute=compute, reason=reason, kind=kind, precision=precision)
-
-
-def _apply_fp8(row: PlanRow, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> PlanRow:
-    """Keep fp8 for a module that can run it and gains by it; else change the row to bf16."""
-    if row.compute != "fp8" or not has_own_weights(module):
-        return row
-    name = row.module.replace(ROOT, "")
-    compute, reason = fp8.choose_compute(name, module, is_edge=is_edge, reason=row.reason)
-    return dataclasses.replace(row, compute=compute, reason=reason)
-
-
-def _explain_row(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:
-    if not is_part:
-        return "the default" + (", frozen" if is_frozen else "")
-    asked = answer.reason if answer.warning else f"asked for {answer.asked}"
-    return f"frozen, {asked}" if is_frozen else asked
 
 
 # --- frozen parts: modules that are used and not trained, each with its own precision ---
@@ -269,12 +248,14 @@ def make_frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Map
     rows = []
     for name, part in frozen.items():
         modules = dict(walk_modules(name, part))
-        own = {pattern: grant for pattern, grant in asked.items() if names_frozen_part(pattern, {name: part})}
+        # The longest first: of nested ones the innermost counts.
+        ours = sorted((pattern for pattern in asked if names_frozen_part(pattern, {name: part})), key=len, reverse=True)
+        own = {pattern: asked[pattern] for pattern in ours}
         for pattern in own:
             if pattern not in modules:
                 raise _make_unknown_pattern(pattern, f"the frozen part {name}", modules)
         for full, module in modules.items():
-            pattern = next((known for known in _list_enclosing(full) if known in own), "")
+            pattern = next((known for known in own if f"{full}.".startswith(f"{known}.")), "")
             is_entry = full in (name, pattern)
             if is_entry or has_own_weights(module):
                 grant = own[pattern] if pattern else default
@@ -290,25 +271,12 @@ def _make_frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bo
     storage = compute if grant.is_mixed and isinstance(module, CAST_BY_AUTOCAST) else "fp32"
     if grant.is_mixed and isinstance(module, UPCAST_BY_AUTOCAST):
         compute = "fp32"
-    asked = grant.reason if grant.warning else f"asked for {grant.asked}" if is_asked else "the default"
-    return PlanRow(
-        module=name,
-        storage=storage,
-        compute=compute,
-        reason=f"frozen, {asked}",
-        kind="frozen",
-        precision=grant.precision if is_entry else "",
-    )
+    reason = f"frozen, {grant.explain() if is_asked or grant.warning else 'the default'}"
+    precision = grant.precision if is_entry else ""
+    return PlanRow(module=name, storage=storage, compute=compute, reason=reason, kind="frozen", precision=precision)
 
 
 def walk_modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a frozen part with their full names, parents before their children."""
     for own, module in part.named_modules():
         yield f"{name}.{own}" if own else name, module
-
-
-def _list_enclosing(name: str) -> Iterator[str]:
-    """Yield the name itself, then the names of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]

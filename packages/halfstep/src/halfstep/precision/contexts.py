@@ -11,7 +11,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,17 +195,14 @@ def simulate(format: str, device_type: str = "cpu") -> Reusable:
             f"simulate({format!r}) is not supported",
             fix=f"use one of {', '.join(SIMULATED_DTYPES)}; for fp8, use a plan",
         )
-    return Reusable(lambda: _enter_simulation(SIMULATED_DTYPES[format], device_type))
+    dtype = SIMULATED_DTYPES[format]
 
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with simulate_kernels(tf32=dtype is None), use_cuda_op_lists(device_type), FreshAutocast(device_type, dtype):
+            yield
 
-@contextlib.contextmanager
-def _enter_simulation(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
-    with (
-        simulate_kernels(tf32=dtype is None),
-        use_cuda_op_lists(device_type),
-        FreshAutocast(device_type, dtype),
-    ):
-        yield
+    return Reusable(enter)
 
 
 class Reusable(contextlib.ContextDecorator):
@@ -218,16 +214,11 @@ class Reusable(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         context = self._make()
         context.__enter__()
-        self._get_stack().append(context)
+        vars(self._entered).setdefault("stack", []).append(context)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._get_stack().pop().__exit__(kind, error, traceback)
-
-    def _get_stack(self) -> list[contextlib.AbstractContextManager[None]]:
-        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
-        return stack
+    def __exit__(self, *error: Any) -> bool | None:
+        left: bool | None = self._entered.stack.pop().__exit__(*error)
+        return left
 
 
 # --- attention without the shapes at which cuDNN's backward gives NaN ---

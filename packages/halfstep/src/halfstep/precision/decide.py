@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.hardware.device_facts import Hardware
@@ -17,23 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from halfstep.hardware.fp8_layers import Fp8Gain
-
-
-class PrecisionRequest(Protocol):
-    """What is asked for, as a run's settings state it."""
-
-    @property
-    def default(self) -> str: ...
-    @property
-    def modules(self) -> Mapping[str, str]: ...
-    @property
-    def strict(self) -> bool: ...
-    @property
-    def simulate(self) -> bool: ...
-    @property
-    def force(self) -> bool: ...
-    @property
-    def fp8_recipe(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +57,10 @@ class Precision:
             )
 
 
+PrecisionRequest = Any
+"""A `Precision`, or the settings of a run, which have the same fields."""
+
+
 def decide(
     request: str | PrecisionRequest,
     hardware: Hardware,
@@ -98,15 +85,20 @@ def decide(
         modules = {**request.modules, **(modules or {})}
         strict, simulate, force = strict or request.strict, simulate or request.simulate, force or request.force
         request = request.default
-    default = grant(normalise_precision(request), hardware, strict=strict, simulate=simulate)
-    parts = {
-        pattern: _restrict_tf32(
-            pattern, grant(normalise_precision(asked), hardware, strict=strict, simulate=simulate), default
-        )
-        for pattern, asked in (modules or {}).items()
-    }
+
+    def ask(name: str) -> Grant:
+        return grant(normalise_precision(name), hardware, strict=strict, simulate=simulate)
+
+    default = ask(request)
+    parts = {pattern: _restrict_tf32(pattern, ask(asked), default) for pattern, asked in (modules or {}).items()}
     grants = (default, *parts.values())
-    used, parts = _split_frozen(frozen or {}, default, parts)
+    frozen_rows: list[PlanRow] = []
+    if frozen:
+        from halfstep.precision.apply import make_frozen_rows, names_frozen_part
+
+        theirs = {pattern: part for pattern, part in parts.items() if names_frozen_part(pattern, frozen)}
+        frozen_rows = make_frozen_rows(frozen, default, theirs)
+        parts = {pattern: part for pattern, part in parts.items() if pattern not in theirs}
     plan = Plan(
         asked=default.asked,
         granted=default.precision,
@@ -119,7 +111,7 @@ def decide(
             *_make_rows(model, default, parts, hardware, fp8_gains or {}, force=force, frozen=tuple(frozen or ())),
             *map(_make_island_row, fragile),
         ),
-        frozen=used,
+        frozen=tuple(frozen_rows),
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
     plan = _warn_of_recurrent(plan, model)
@@ -168,18 +160,6 @@ def decide_again(
     named = {} if precision else {**parts, **modules}
     simulate = own.simulated or precision == "bf16" and not own.on_cuda
     return decide(precision or own.granted, probe(own.device), model, modules=named, simulate=simulate, **known)
-
-
-def _split_frozen(
-    frozen: Mapping[str, torch.nn.Module], default: Grant, parts: dict[str, Grant]
-) -> tuple[tuple[PlanRow, ...], dict[str, Grant]]:
-    """Return the rows of the frozen parts, and the patterns that are left for the model."""
-    if not frozen:
-        return (), parts
-    from halfstep.precision.apply import make_frozen_rows, names_frozen_part
-
-    theirs = {pattern: part for pattern, part in parts.items() if names_frozen_part(pattern, frozen)}
-    return tuple(make_frozen_rows(frozen, default, theirs)), {p: part for p, part in parts.items() if p not in theirs}
 
 
 def _warn_of_recurrent(plan: Plan, model: torch.nn.Module | None) -> Plan:
@@ -245,7 +225,7 @@ def _make_rows(
     whole = PlanRow(module=WHOLE_MODEL, storage=default.storage, compute=default.compute, reason="the default")
     return [whole, *(
         PlanRow(module=pattern, storage=part.storage, compute=part.compute, kind="module", precision=part.precision,
-            reason=part.reason if part.warning else f"asked for {part.asked}")
+            reason=part.explain())
         for pattern, part in parts.items()
     )]  # fmt: skip
 

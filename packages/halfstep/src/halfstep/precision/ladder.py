@@ -49,6 +49,10 @@ class Grant:
         """Return the storage format of trainable weights: fp32, except under a -true precision."""
         return self.compute if self.precision.endswith("-true") else "fp32"
 
+    def explain(self) -> str:
+        """Return why a module that a pattern names has this precision."""
+        return self.reason if self.warning else f"asked for {self.asked}"
+
     @property
     def is_mixed(self) -> bool:
         """True if matmuls run in a format narrower than fp32, so that autocast is on."""
@@ -133,18 +137,14 @@ def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
 
 
 def _argue_for(precision: str, hardware: Hardware) -> str:
+    tf32 = hardware.find_speedup("tf32")
     if precision == "fp32":
-        return _describe_strict_fp32(hardware)
+        reason = "strict fp32: TF32 off in matmul, convolution and RNN"
+        if hardware.get_support("tf32") == "native" and tf32 is not None and tf32 > 1:
+            reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
+        return reason
     speed = _describe_speed(PRECISION_FORMATS[precision][0], hardware)
     return f"native on {hardware.name}, {speed}" if speed else f"native on {hardware.name}, speed not measured"
-
-
-def _describe_strict_fp32(hardware: Hardware) -> str:
-    reason = "strict fp32: TF32 off in matmul, convolution and RNN"
-    tf32 = hardware.find_speedup("tf32")
-    if hardware.get_support("tf32") == "native" and tf32 is not None and tf32 > 1:
-        reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
-    return reason
 
 
 def _describe_speed(format_name: str, hardware: Hardware) -> str:

@@ -118,7 +118,9 @@ def _make_kernels(device_type: str) -> dict[str, Kernel]:
     Ops that only the device lists get a fallthrough kernel, which switches its autocast off for them.
     """
     key = KEYS[device_type]
-    own = {name for name in _list_aten_names() if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)}
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = {name.removeprefix("aten::") for name in names if has_kernel(name, key)}
     casts = [
         (name, _make_casting(lambda _, device: torch.get_autocast_dtype(device)))
         for name in (*LOWER, *RECURRENT)
@@ -130,11 +132,6 @@ def _make_kernels(device_type: str) -> dict[str, Kernel]:
     kernels = {name: make(_find_overload(name), device_type) for name, make in casts}
     unlisted = own - set(kernels) - {*LOWER, *FP32, *KEPT}
     return kernels | dict.fromkeys(unlisted, torch.library.fallthrough_kernel)
-
-
-def _list_aten_names() -> list[str]:
-    names = torch._C._dispatch_get_all_op_names()
-    return [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
 
 
 def _find_overload(name: str) -> Any:

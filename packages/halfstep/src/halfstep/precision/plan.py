@@ -122,9 +122,6 @@ class Plan:
             fields = dict(parse_json(text))
             rows = tuple(PlanRow(**row) for row in fields.pop("rows"))
             frozen = tuple(PlanRow(**row) for row in fields.pop("frozen"))
-            values = [value for row in (*rows, *frozen) for value in dataclasses.astuple(row)]
-            if odd := [value for value in values if not isinstance(value, str)]:
-                raise TypeError(f"a row contains {odd[0]!r}, which is not text")
             gains = tuple(Gain(**gain) for gain in fields.pop("gains"))
             lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks", "shard_blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
@@ -152,8 +149,7 @@ def format_plan(plan: Plan) -> str:
     if plan.mode:
         lines.append(f"steps      {plan.mode}: {plan.mode_reason}")
     lines += [f"gained     {gain}" for gain in plan.gains]
-    if plan.memory_reason:
-        lines.append(f"memory     low: {plan.memory_reason}")
+    lines += [f"memory     low: {plan.memory_reason}"] if plan.memory_reason else []
     lines += [f"           {line}" for line in plan.memory_trials]
     lines += [f"ranks      {reason}" for reason in (plan.shard_reason, plan.reduce_reason) if reason]
     if plan.rows or plan.frozen:

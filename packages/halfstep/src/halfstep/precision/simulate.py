@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import FP32, Format, find_format
@@ -57,16 +58,15 @@ class _SimulatedKernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tf32 = tf32
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in REPLACEMENTS:
             dtype = args[OPERANDS.get(func, (0,))[0]].dtype
             if dtype in LOW_PRECISION:
                 return REPLACEMENTS[func](func, dtype, args, kwargs)
             if self.tf32 and dtype == torch.float32:
-                return func(*_round_to_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
+                rounded = OPERANDS.get(func, (0, 1, 2))
+                args = tuple(round_to(arg, "tf32") if k in rounded else arg for k, arg in enumerate(args))
         elif _is_composite(func):
             # Under inference_mode linear, conv2d and attention arrive undecomposed: their primitive ops come back here.
             with self, disable_onednn() if is_recurrent(func) else contextlib.nullcontext():
@@ -80,9 +80,8 @@ def _is_composite(func: Any) -> bool:
 
 
 def _run_in_fp32(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    full_args = [_to_full(arg) for arg in args]
-    full_kwargs = {name: _to_full(value) for name, value in kwargs.items()}
-    return _to_half(func(*full_args, **full_kwargs), dtype)
+    args, kwargs = tree_map(_to_full, (args, kwargs))
+    return _to_half(func(*args, **kwargs), dtype)
 
 
 def _run_convolution(
@@ -95,10 +94,6 @@ def _run_convolution(
     # Half-precision transposed convolutions round the sum, then add the bias and round again.
     output = _run_in_fp32(func, dtype, (input, weight, None, *geometry), kwargs)
     return output + bias.reshape(-1, *[1] * (output.dim() - 2))
-
-
-def _run_attention(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return compute_flash_attention(*args, **kwargs)
 
 
 def compute_flash_attention(
@@ -138,7 +133,7 @@ def compute_flash_attention(
 REPLACEMENTS: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys([*OPERANDS, FLASH_BACKWARD], _run_in_fp32),
     aten.convolution.default: _run_convolution,
-    FLASH: _run_attention,
+    FLASH: lambda func, dtype, args, kwargs: compute_flash_attention(*args, **kwargs),
 }
 """The replacement of each kernel on half-precision tensors."""
 
@@ -152,10 +147,6 @@ def _to_half(result: Any, dtype: torch.dtype) -> Any:
     if isinstance(result, torch.Tensor):
         return to_half(result, dtype)
     return type(result)(item if item is None else to_half(item, dtype) for item in result)
-
-
-def _round_to_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Any]:
-    return [round_to(arg, "tf32") if position in positions else arg for position, arg in enumerate(args)]
 
 
 # --- casts between fp16 and fp32 on the CPU, through numpy ---
