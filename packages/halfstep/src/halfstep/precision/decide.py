@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.hardware.device_facts import Hardware
@@ -17,6 +17,23 @@ if TYPE_CHECKING:
     import torch
 
     from halfstep.hardware.fp8_layers import Fp8Gain
+
+
+class PrecisionRequest(Protocol):
+    """What is asked for: a `Precision`, or the settings of a run, which have the same fields."""
+
+    @property
+    def default(self) -> str: ...
+    @property
+    def modules(self) -> Mapping[str, str]: ...
+    @property
+    def strict(self) -> bool: ...
+    @property
+    def simulate(self) -> bool: ...
+    @property
+    def force(self) -> bool: ...
+    @property
+    def fp8_recipe(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +72,6 @@ class Precision:
             raise ConfigError(
                 f"unknown fp8_recipe {self.fp8_recipe!r}", fix=f"one of {', '.join(map(repr, FP8_RECIPES))}"
             )
-
-
-PrecisionRequest = Any
-"""A `Precision`, or the settings of a run, which have the same fields."""
 
 
 def decide(
