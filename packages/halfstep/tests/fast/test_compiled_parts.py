@@ -5,8 +5,12 @@ uses Inductor itself."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import itertools
+import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -423,6 +427,64 @@ def test_more_lengths_than_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     parts = found.step._fast.parts.parts
     assert parts is not None
     assert len(parts.parts) <= 2, "one part takes all lengths"
+    assert_same(found, expected)
+
+
+class Pythonic(Training):
+    """What Dynamo traces to something else than Python does."""
+
+    def __init__(self, mode: Any, kind: str) -> None:
+        super().__init__(mode, make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)))
+        self.kind, self.kept, self.recent = kind, list[Any](), collections.deque[float](maxlen=3)
+        self.table = functools.lru_cache(lambda: self.kept.append("table") or torch.rand(6))  # type: ignore[func-returns-value]
+        self.draws = random.Random(0)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        if self.kind == "deque":
+            self.recent.append(loss.item())
+            loss = loss * sum(self.recent) / len(self.recent)
+        elif self.kind == "format":
+            self.kept.append(f"loss {loss.item():.4f} and {loss.item()!r:>30}")
+        elif self.kind == "cache":
+            loss = loss + self.table().sum() * self.model[0].weight.sum()
+        elif self.kind == "operator":
+            loss = loss + count_calls(batch[0].detach(), id(self.kept)).mean()
+            COUNTS[id(self.kept)] = self.kept
+        elif self.kind == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda one: self.kept.append(0) or one, lambda one: one):  # type: ignore[func-returns-value]
+                print(end="")
+                loss = F.cross_entropy(call_as_user(self.model, batch[0]), batch[1])
+        elif self.kind == "warnings":
+            loss = loss * (1 + self.draws.random())
+        print(end="")
+        return loss * 2
+
+
+def call_as_user(model: nn.Module, x: Tensor) -> Any:
+    return model(x).tanh()
+
+
+COUNTS: dict[int, list[Any]] = {}
+
+
+@torch.library.custom_op("halfstep_test::count_calls", mutates_args=())
+def count_calls(x: Tensor, key: int) -> Tensor:
+    COUNTS.setdefault(key, []).append(0)
+    return x * 2
+
+
+count_calls.register_fake(lambda x, key: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("kind", ["deque", "format", "cache", "operator", "hooks", "warnings"])
+def test_python_runs_what_would_be_traced_to_something_else(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, expected = Pythonic("compile", kind), Pythonic("off", kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.run(12), expected.run(12)
+    assert "compiles the parts of loss_fn" in capsys.readouterr().err
+    assert (found.kept, found.recent) == (expected.kept, expected.recent)
     assert_same(found, expected)
 
 

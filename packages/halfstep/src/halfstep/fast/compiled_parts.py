@@ -33,12 +33,14 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import TracingContext
+from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.nn.utils import get_total_norm
 
 from halfstep.fast.certificate import find_eps, subtract
 from halfstep.fast.compiled_trial import ERROR, MOST_APART, ROUNDING
-from halfstep.fast.dynamo_gaps import Questions, answer
+from halfstep.fast.dynamo_gaps import Questions, answer, break_graphs
 from halfstep.fast.traced import copy_graph, explain, find_library_logs
 from halfstep.fast.windows import Code, NotTraced, are_finite, list_tensors
 from halfstep.precision.contexts import BACKWARD_AS_EAGER
@@ -140,6 +142,8 @@ class CompiledParts:
         """Compile one of Dynamo's graphs (this is the backend), and return what Dynamo calls in its place."""
         self.num_news += 1
         kept = copy_graph(module)
+        if has_python_operator(module):
+            return kept.forward  # comparing would run the user's Python code again
         try:
             code = compile_part(module, examples)
         except TorchDynamoException:  # Dynamo may ask to trace again
@@ -158,8 +162,8 @@ class CompiledParts:
         return lambda *inputs: self._run(part, inputs)
 
     def _run(self, part: Part, inputs: Sequence[Any]) -> Any:
-        if self.failure:
-            return part.module.forward(*inputs)
+        if self.failure or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return part.module.forward(*inputs)  # the user's hooks get what they get in eager steps
         if not (is_new := not part.is_compared) and self.is_used:
             return self._run_used(part, inputs)
         outputs = self._run_compared(part, inputs) if is_new else part.module.forward(*inputs)
@@ -251,6 +255,13 @@ def compile_part(module: GraphModule, examples: Sequence[Any]) -> Code:
         return compile_fx(module, examples, config_patches={"fallback_random": True})  # type: ignore[return-value]
 
 
+def has_python_operator(module: GraphModule) -> bool:
+    """True if a graph, or one inside it, calls a custom operator that is written in Python."""
+    nodes = [node for one in module.modules() if isinstance(one, GraphModule) for node in one.graph.nodes]
+    targets = [node.target for node in nodes if isinstance(node.target, OpOverload | CustomOpDef)]
+    return any(_maybe_get_opdef(target) is not None for target in targets)
+
+
 class PartsCallback:
     """What Dynamo calls for Python code that it has not traced yet: sets its settings, and keeps its errors."""
 
@@ -280,7 +291,7 @@ class PartsCallback:
         level = logging.root.manager.disable
         try:
             logging.disable(logging.WARNING)  # hints on how to avoid graph breaks
-            with config.patch(settings), answer(self._questions):
+            with config.patch(settings), answer(self._questions), break_graphs():
                 return self._torchdynamo_orig_backend(frame, *arguments)
         except Exception as error:
             parts.fail(explain(error))
