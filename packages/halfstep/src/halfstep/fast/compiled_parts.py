@@ -20,11 +20,12 @@ part inside the loss function is noticed in its first step, while torch's kernel
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import TracingContext
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
 from torch.nn.utils import get_total_norm
 
@@ -74,6 +76,14 @@ class Part:
     """What one call takes with torch's kernels, and with Inductor's code, forward and backward."""
     is_compared: bool = False
     was_used: bool = False
+    reached: dict[int, frozenset[int]] = field(default_factory=dict)
+    """To which inputs autograd gives a gradient, for each output that has an autograd graph."""
+
+    @functools.cached_property
+    def partly_reached(self) -> frozenset[int]:
+        """The inputs that get a gradient from some outputs only."""
+        sets = self.reached.values()
+        return frozenset().union(*sets) - frozenset.intersection(*sets) if sets else frozenset()
 
 
 class CompiledParts:
@@ -92,7 +102,6 @@ class CompiledParts:
         """Whether compiled code makes the present step, or torch's kernels do."""
         self.plain_s = self.compiled_s = 0.0
         """What the parts of the present step take with torch's kernels, and with Inductor's code."""
-        self._differentiated: set[int] = set()  # identities of what parts with an autograd graph read in this step
         self.num_news = 0
         """How often something was compiled or compared, so far."""
         self.error = self.error_of_torch = 0.0
@@ -118,12 +127,7 @@ class CompiledParts:
 
     def start_step(self, *, is_used: bool) -> None:
         self.is_used, self.plain_s, self.compiled_s = is_used, 0.0, 0.0
-        self._differentiated.clear()
-
-    def find_without_gradient(self) -> list[Tensor]:
-        """Return the weights to which autograd gave no gradient in this step, and compiled code would give zeros."""
-        without = (p for p in self.step.find_trained_parameters() if p.requires_grad and p.grad is None)
-        return [p for p in without if id(p) in self._differentiated]
+        self.is_spoiled = False
 
     def fail(self, reason: str) -> None:
         self.failure = self.failure or reason
@@ -169,18 +173,24 @@ class CompiledParts:
         outputs = self._run_compared(part, inputs) if is_new else part.module.forward(*inputs)
         self.plain_s += part.plain_s
         self.compiled_s += part.compiled_s
-        if any(isinstance(one, Tensor) and one.requires_grad for one in outputs):
-            self._differentiated.update(map(id, inputs))
         return outputs
 
     def _run_used(self, part: Part, inputs: Sequence[Any]) -> Any:
         part.was_used = True
+        edges = find_edges(inputs, part.partly_reached)
         try:
-            return part.code(*inputs)
+            outputs = part.code(*inputs)
         except Exception as error:
-            self.is_spoiled = True  # it may have written into its inputs
-            self.fail(explain(error))
-        return part.module.forward(*inputs)
+            reason = explain(error)
+        else:
+            if not give_no_zeros(part, edges, outputs):
+                self.fail("autograd does not show which gradients of compiled code are zeros")
+            return outputs
+        # Outside of the except block, whose error holds activations. If this raises, too, the error is the user's.
+        outputs = part.module.forward(*inputs)
+        self.is_spoiled = True  # compiled code may have written into the inputs
+        self.fail(reason)
+        return outputs
 
     # --- comparing ---
 
@@ -189,13 +199,14 @@ class CompiledParts:
         self.num_news += 1
         device = self.step.device
         given = [one.detach().clone() if k in part.written else one for k, one in enumerate(inputs)]
-        before = read_rng_state(device)
+        before, edges = read_rng_state(device), find_edges(inputs, range(len(inputs)))
         outputs = part.module.forward(*inputs)
         after = read_rng_state(device)
         for one in outputs:
             if isinstance(one, Tensor) and one.grad_fn is not None and all(one is not other for other in inputs):
                 one.register_hook(self._refuse_inner_backward)
         try:
+            part.reached = find_reached(inputs, outputs, edges)
             part.is_compared = self._compare(part, given, before, after)
         except Exception as error:
             self.is_at_fault |= part.was_used and isinstance(error, NotFinite)
@@ -298,6 +309,71 @@ class PartsCallback:
             return ConvertFrameReturn(apply_to_code=False)
         finally:
             logging.disable(level)
+
+
+# --- gradients of zeros ---
+
+Edges = dict[int, tuple[Any, int]]
+"""Where autograd puts the gradients of inputs: node and number, by position."""
+
+
+def find_edges(inputs: Sequence[Any], positions: Iterable[int]) -> Edges:
+    """Return the edges of inputs; before the code runs, which may write into them."""
+    tensors = {k: inputs[k] for k in positions if isinstance(inputs[k], Tensor) and inputs[k].requires_grad}
+    return {k: tuple(get_gradient_edge(one)[:2]) for k, one in tensors.items()}
+
+
+def find_reached(inputs: Sequence[Any], outputs: Sequence[Any], edges: Edges) -> dict[int, frozenset[int]]:
+    """Return which inputs the autograd graph of each output reaches. Views of inputs are left out: their gradients do
+    not pass through compiled code."""
+    positions = {edge: k for k, edge in edges.items()}
+    found = {}
+    for number, output in enumerate(outputs):
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            continue
+        if any(isinstance(one, Tensor) and torch._C._is_alias_of(one, output) for one in inputs):
+            continue
+        ends, left, seen = set[int](), [tuple(get_gradient_edge(output)[:2])], set[Any]()
+        while left:
+            edge = left.pop()
+            if edge in positions:
+                ends.add(positions[edge])
+            elif edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                left += edge[0].next_functions
+        found[number] = frozenset(ends)
+    return found
+
+
+def give_no_zeros(part: Part, edges: Edges, outputs: Sequence[Any]) -> bool:
+    """Let autograd give no gradient where eager code gives none. Return False if that is not possible.
+
+    The backward of compiled code gives zeros to what only outputs reach that the loss does not use. To a weight,
+    optimizers would add weight decay and momentum."""
+    if not edges:
+        return True
+    node: Any = None
+    numbers: dict[int, set[int]] = {}  # outputs of the part, by outputs of the node that has the compiled backward
+    for number in part.reached:
+        owner, k = get_gradient_edge(outputs[number])[:2]
+        while owner is not None and not set(edges.values()) <= set(owner.next_functions):  # a view, for example
+            owner, k = owner.next_functions[0] if owner.next_functions else (None, 0)
+        if owner is None or node not in (None, owner):
+            return False
+        node = owner
+        numbers.setdefault(k, set()).add(number)
+    places = {position: node.next_functions.index(edge) for position, edge in edges.items()}
+
+    def drop_zeros(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        used = [k for k, one in enumerate(given) if one is not None]
+        if not all(k in numbers for k in used):  # what the code has written into an input
+            return None
+        reached = frozenset[int]().union(*(part.reached[number] for k in used for number in numbers[k]))
+        dropped = {place for position, place in places.items() if position not in reached}
+        return tuple(None if k in dropped else one for k, one in enumerate(gradients))
+
+    node.register_hook(drop_zeros)
+    return True
 
 
 # --- runs on the side ---
