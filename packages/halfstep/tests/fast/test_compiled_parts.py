@@ -218,6 +218,39 @@ def test_state_that_is_loaded_modes_that_change_and_weights_that_are_frozen() ->
     assert_same(found, expected)
 
 
+def test_an_operation_that_raises_costs_no_other_step() -> None:
+    class Labelled(Training):
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1] + (9 if self.number == 12 else 0))
+
+    found, expected = Labelled(), Labelled("off")
+    for each in (found, expected):
+        each.run(12)
+        with pytest.raises(IndexError, match="out of bounds"):
+            each.run(1)
+        each.number += 1
+        each.run(6)
+    assert found.is_at(Stage.USED)
+    assert_same(found, expected)
+
+
+def test_an_error_of_backward_is_the_users_while_parts_are_compared() -> None:
+    class Overwriting(Training):
+        def loss(self, batch: Any) -> Tensor:
+            hidden = self.model[0](batch[0])
+            print(end="")
+            result = self.model[1](hidden)
+            print(end="")
+            if self.number == 6:
+                hidden.detach().add_(1)
+            return F.cross_entropy(result, batch[1])
+
+    found = Overwriting(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.run(10)
+    assert (found.number, found.step.attempted) == (6, 6)
+
+
 def edit_tensors(edit: Callable[[Tensor], Tensor], outputs: Sequence[Any]) -> list[Any]:
     return [edit(one) if isinstance(one, Tensor) else one for one in outputs]
 
@@ -340,6 +373,26 @@ def round_apart(one: Tensor) -> Tensor:
     return one * (1 + 1e-6) if one.is_floating_point() else one
 
 
+def test_parts_whose_gradients_are_not_finite_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's gradient of the square root does not enter the loss, that of a random sign is infinite."""
+    monkeypatch.setattr(parts_trial, "MOST_STEPS", 4)
+
+    class Rooted(Training):
+        def loss(self, batch: Any) -> Tensor:
+            self.root = (self.model[0].weight * 0).sqrt()
+            print(end="")
+            return F.cross_entropy(self.model(batch[0]), batch[1]) + self.root.detach().sum()
+
+    found, expected = Rooted(make=make_layers), Rooted("off", make=make_layers)
+    found.run(), expected.run()
+    assert "give no finite gradients to compare with" in found.step._fast.why_eager
+    assert_same(found, expected)
+
+
+def make_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 def test_steps_that_are_not_faster_as_a_whole_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +415,43 @@ def test_code_that_becomes_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     assert found.step.mode == "eager"
     assert 1 <= sum(loss != loss for loss in losses) <= 3
     assert found.step.committed == 20 - sum(loss != loss for loss in losses)
+
+
+class Derived(Training):
+    """A loss that takes a gradient itself, from some step on."""
+
+    first, is_second, num_calls = 12, False, 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.num_calls += 1
+        x = batch[0].detach().requires_grad_()
+        print(end="")
+        out = self.model(x)
+        print(end="")
+        loss = F.cross_entropy(out, batch[1])
+        if self.number < self.first:
+            return loss
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=self.is_second, retain_graph=True)
+        if self.is_second:
+            (gradient,) = torch.autograd.grad(gradient.square().sum(), x, retain_graph=True)
+        return loss * (1 + gradient.norm().detach())
+
+
+def test_a_gradient_that_is_taken_later_is_followed() -> None:
+    found, expected = Derived(make=make_layers), Derived("off", make=make_layers)
+    found.run(12), expected.run(12)
+    assert found.is_at(Stage.USED)
+    found.run(8), expected.run(8)
+    assert_same(found, expected)
+
+
+def test_a_second_derivative_that_is_taken_later_costs_one_step() -> None:
+    found = Derived(make=make_layers)
+    found.is_second = True
+    with pytest.warns(UserWarning, match="the step is dropped"):
+        losses = found.run(16)
+    assert [number for number, loss in enumerate(losses) if loss != loss] == [12]
+    assert (found.step.mode, found.num_calls) == ("eager", 16)
 
 
 def test_gradient_penalties_stay_eager() -> None:

@@ -157,6 +157,7 @@ class CompiledParts:
             return kept.forward
         context = TracingContext.get()
         assert context.fw_metadata is not None
+        context.fw_metadata.bw_donated_idxs = []  # None counts as "some", and the user could not keep an autograd graph
         infos = context.fw_metadata.input_info[-len(examples) :] if examples else []
         written = frozenset(k for k, info in enumerate(infos) if info.mutates_data or info.mutates_metadata)
         if any(isinstance(examples[k], nn.Parameter) for k in written):
@@ -260,7 +261,7 @@ def compile_part(module: GraphModule, examples: Sequence[Any]) -> Code:
     """Return Inductor's code for one of Dynamo's graphs, forward and backward."""
     from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
 
-    # With donated buffers the user could not keep an autograd graph.
+    # Donated buffers: see _add_part.
     settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
     with torch._functorch.config.patch({**BACKWARD_AS_EAGER, **settings}):
         return compile_fx(module, examples, config_patches={"fallback_random": True})  # type: ignore[return-value]
