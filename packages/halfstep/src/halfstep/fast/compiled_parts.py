@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import TracingContext
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
@@ -150,7 +150,7 @@ class CompiledParts:
             return kept.forward  # comparing would run the user's Python code again
         try:
             code = compile_part(module, examples)
-        except TorchDynamoException:  # Dynamo may ask to trace again
+        except (TorchDynamoException, *exceptions_allowed_to_be_fallback):  # Dynamo may trace again, with other breaks
             raise
         except Exception as error:
             self.fail(explain(error))
