@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.fast import compiled_parts, compiled_trial, parts_trial
@@ -549,6 +550,8 @@ class Pythonic(Training):
             with torch.autograd.graph.saved_tensors_hooks(lambda one: self.kept.append(0) or one, lambda one: one):  # type: ignore[func-returns-value]
                 print(end="")
                 loss = F.cross_entropy(call_as_user(self.model, batch[0]), batch[1])
+        elif self.kind == "checkpoint":
+            loss = F.cross_entropy(checkpoint(self.model, batch[0], use_reentrant=False), batch[1])
         elif self.kind == "warnings":
             loss = loss * (1 + self.draws.random())
         print(end="")
@@ -571,7 +574,7 @@ def count_calls(x: Tensor, key: int) -> Tensor:
 count_calls.register_fake(lambda x, key: torch.empty_like(x))
 
 
-@pytest.mark.parametrize("kind", ["deque", "format", "cache", "operator", "hooks", "warnings"])
+@pytest.mark.parametrize("kind", ["deque", "format", "cache", "operator", "hooks", "checkpoint", "warnings"])
 def test_python_runs_what_would_be_traced_to_something_else(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     found, expected = Pythonic("compile", kind), Pythonic("off", kind)
     with warnings.catch_warnings():

@@ -36,6 +36,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -116,6 +117,7 @@ def break_graphs() -> Iterator[None]:
         stack.enter_context(mock.patch.object(DequeVariable, "call_method", break_at_growing(grow)))
         call = WrapperUserFunctionVariable.call_function
         stack.enter_context(mock.patch.object(WrapperUserFunctionVariable, "call_function", break_at_cached(call)))
+        stack.enter_context(mock.patch.object(CheckpointHigherOrderVariable, "_call_function", break_at_checkpoint))
         translator = symbolic_convert.InstructionTranslatorBase
         stack.enter_context(mock.patch.object(translator, "_format_value", format_later(translator._format_value)))
         stack.enter_context(warnings.catch_warnings())
@@ -195,6 +197,11 @@ def break_at_cached(call: Callable[..., Any]) -> Callable[..., Any]:
         refuse("a function with a cache", wrapper.__name__)
 
     return call_function
+
+
+def break_at_checkpoint(function: Any, *_: Any) -> NoReturn:
+    """Leave activation checkpointing to Python: Dynamo's graph draws other dropout masks when it recomputes."""
+    refuse("activation checkpointing", type(function).__name__)
 
 
 def format_later(method: Callable[..., Any]) -> Callable[..., Any]:
