@@ -314,14 +314,21 @@ class PartsCallback:
 
 # --- gradients of zeros ---
 
-Edges = dict[int, tuple[Any, int]]
-"""Where autograd puts the gradients of inputs: node and number, by position."""
+Edge = tuple[Any, int]
+"""Where autograd puts a gradient: a node, and the number of its output."""
+Edges = dict[int, Edge]
+"""Those of inputs, by position."""
+
+
+def find_edge(tensor: Tensor) -> Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
 
 
 def find_edges(inputs: Sequence[Any], positions: Iterable[int]) -> Edges:
     """Return the edges of inputs; before the code runs, which may write into them."""
     tensors = {k: inputs[k] for k in positions if isinstance(inputs[k], Tensor) and inputs[k].requires_grad}
-    return {k: tuple(get_gradient_edge(one)[:2]) for k, one in tensors.items()}
+    return {k: find_edge(one) for k, one in tensors.items()}
 
 
 def find_reached(inputs: Sequence[Any], outputs: Sequence[Any], edges: Edges) -> dict[int, frozenset[int]]:
@@ -332,9 +339,9 @@ def find_reached(inputs: Sequence[Any], outputs: Sequence[Any], edges: Edges) ->
     for number, output in enumerate(outputs):
         if not isinstance(output, Tensor) or not output.requires_grad:
             continue
-        if any(isinstance(one, Tensor) and torch._C._is_alias_of(one, output) for one in inputs):
+        if any(isinstance(one, Tensor) and torch._C._is_alias_of(one, output) for one in inputs):  # type: ignore[attr-defined]
             continue
-        ends, left, seen = set[int](), [tuple(get_gradient_edge(output)[:2])], set[Any]()
+        ends, left, seen = set[int](), [find_edge(output)], set[Any]()
         while left:
             edge = left.pop()
             if edge in positions:
@@ -356,7 +363,7 @@ def give_no_zeros(part: Part, edges: Edges, outputs: Sequence[Any]) -> bool:
     node: Any = None
     numbers: dict[int, set[int]] = {}  # outputs of the part, by outputs of the node that has the compiled backward
     for number in part.reached:
-        owner, k = get_gradient_edge(outputs[number])[:2]
+        owner, k = find_edge(outputs[number])
         while owner is not None and not set(edges.values()) <= set(owner.next_functions):  # a view, for example
             owner, k = owner.next_functions[0] if owner.next_functions else (None, 0)
         if owner is None or node not in (None, owner):

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Node
 from torch.fx.node import map_arg
