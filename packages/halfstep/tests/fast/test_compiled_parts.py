@@ -5,8 +5,12 @@ uses Inductor itself."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import itertools
+import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.fast import compiled_parts, compiled_trial, parts_trial
@@ -214,6 +219,39 @@ def test_state_that_is_loaded_modes_that_change_and_weights_that_are_frozen() ->
     assert_same(found, expected)
 
 
+def test_an_operation_that_raises_costs_no_other_step() -> None:
+    class Labelled(Training):
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1] + (9 if self.number == 12 else 0))
+
+    found, expected = Labelled(), Labelled("off")
+    for each in (found, expected):
+        each.run(12)
+        with pytest.raises(IndexError, match="out of bounds"):
+            each.run(1)
+        each.number += 1
+        each.run(6)
+    assert found.is_at(Stage.USED)
+    assert_same(found, expected)
+
+
+def test_an_error_of_backward_is_the_users_while_parts_are_compared() -> None:
+    class Overwriting(Training):
+        def loss(self, batch: Any) -> Tensor:
+            hidden = self.model[0](batch[0])
+            print(end="")
+            result = self.model[1](hidden)
+            print(end="")
+            if self.number == 6:
+                hidden.detach().add_(1)
+            return F.cross_entropy(result, batch[1])
+
+    found = Overwriting(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.run(10)
+    assert (found.number, found.step.attempted) == (6, 6)
+
+
 def edit_tensors(edit: Callable[[Tensor], Tensor], outputs: Sequence[Any]) -> list[Any]:
     return [edit(one) if isinstance(one, Tensor) else one for one in outputs]
 
@@ -336,6 +374,26 @@ def round_apart(one: Tensor) -> Tensor:
     return one * (1 + 1e-6) if one.is_floating_point() else one
 
 
+def test_parts_whose_gradients_are_not_finite_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's gradient of the square root does not enter the loss, that of a random sign is infinite."""
+    monkeypatch.setattr(parts_trial, "MOST_STEPS", 4)
+
+    class Rooted(Training):
+        def loss(self, batch: Any) -> Tensor:
+            self.root = (self.model[0].weight * 0).sqrt()
+            print(end="")
+            return F.cross_entropy(self.model(batch[0]), batch[1]) + self.root.detach().sum()
+
+    found, expected = Rooted(make=make_layers), Rooted("off", make=make_layers)
+    found.run(), expected.run()
+    assert "give no finite gradients to compare with" in found.step._fast.why_eager
+    assert_same(found, expected)
+
+
+def make_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 def test_steps_that_are_not_faster_as_a_whole_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,6 +418,43 @@ def test_code_that_becomes_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     assert found.step.committed == 20 - sum(loss != loss for loss in losses)
 
 
+class Derived(Training):
+    """A loss that takes a gradient itself, from some step on."""
+
+    first, is_second, num_calls = 12, False, 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.num_calls += 1
+        x = batch[0].detach().requires_grad_()
+        print(end="")
+        out = self.model(x)
+        print(end="")
+        loss = F.cross_entropy(out, batch[1])
+        if self.number < self.first:
+            return loss
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=self.is_second, retain_graph=True)
+        if self.is_second:
+            (gradient,) = torch.autograd.grad(gradient.square().sum(), x, retain_graph=True)
+        return loss * (1 + gradient.norm().detach())
+
+
+def test_a_gradient_that_is_taken_later_is_followed() -> None:
+    found, expected = Derived(make=make_layers), Derived("off", make=make_layers)
+    found.run(12), expected.run(12)
+    assert found.is_at(Stage.USED)
+    found.run(8), expected.run(8)
+    assert_same(found, expected)
+
+
+def test_a_second_derivative_that_is_taken_later_costs_one_step() -> None:
+    found = Derived(make=make_layers)
+    found.is_second = True
+    with pytest.warns(UserWarning, match="the step is dropped"):
+        losses = found.run(16)
+    assert [number for number, loss in enumerate(losses) if loss != loss] == [12]
+    assert (found.step.mode, found.num_calls) == ("eager", 16)
+
+
 def test_gradient_penalties_stay_eager() -> None:
     class Penalty(Training):
         def loss(self, batch: Any) -> Tensor:
@@ -376,7 +471,7 @@ def test_gradient_penalties_stay_eager() -> None:
 
 
 class TwoHeads(nn.Module):
-    """The loss uses one of two outputs of a part: autograd gives the other head no gradient, compiled code zeros."""
+    """The loss may use one of two outputs of a part: autograd gives the other head no gradient, compiled code zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,16 +482,20 @@ class TwoHeads(nn.Module):
         return self.last(hidden), self.pooler(hidden)
 
 
-def test_weights_without_a_gradient_get_no_decay() -> None:
+@pytest.mark.parametrize("num_pooled", [0, 14])
+def test_weights_without_a_gradient_get_no_decay(num_pooled: int) -> None:
     class Pooled(Training):
         def loss(self, batch: Any) -> Tensor:
-            logits, self.kept = self.model(batch[0])
-            return F.cross_entropy(logits, batch[1]) * (0.5 if logits.detach().sum().item() > 1e9 else 1.0)
+            logits, pooled = self.model(batch[0])
+            self.kept = pooled.flatten()  # a view: autograd reaches the compiled backward through it
+            print(end="")
+            loss = F.cross_entropy(logits, batch[1])
+            return loss + self.kept.square().mean() if self.number < num_pooled else loss
 
     found, expected = Pooled(make=TwoHeads), Pooled("off", make=TwoHeads)
-    found.run(), expected.run()
+    found.run(20), expected.run(20)
+    assert found.is_at(Stage.USED)
     assert found.model.pooler.weight.grad is None
-    assert "weights that get no gradient" in found.step._fast.why_eager
     assert_same(found, expected)
 
 
@@ -423,6 +522,66 @@ def test_more_lengths_than_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     parts = found.step._fast.parts.parts
     assert parts is not None
     assert len(parts.parts) <= 2, "one part takes all lengths"
+    assert_same(found, expected)
+
+
+class Pythonic(Training):
+    """What Dynamo traces to something else than Python does."""
+
+    def __init__(self, mode: Any, kind: str) -> None:
+        super().__init__(mode, make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)))
+        self.kind, self.kept, self.recent = kind, list[Any](), collections.deque[float](maxlen=3)
+        self.table = functools.lru_cache(lambda: self.kept.append("table") or torch.rand(6))  # type: ignore[func-returns-value]
+        self.draws = random.Random(0)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        if self.kind == "deque":
+            self.recent.append(loss.item())
+            loss = loss * sum(self.recent) / len(self.recent)
+        elif self.kind == "format":
+            self.kept.append(f"loss {loss.item():.4f} and {loss.item()!r:>30}")
+        elif self.kind == "cache":
+            loss = loss + self.table().sum() * self.model[0].weight.sum()
+        elif self.kind == "operator":
+            loss = loss + count_calls(batch[0].detach(), id(self.kept)).mean()
+            COUNTS[id(self.kept)] = self.kept
+        elif self.kind == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda one: self.kept.append(0) or one, lambda one: one):  # type: ignore[func-returns-value]
+                print(end="")
+                loss = F.cross_entropy(call_as_user(self.model, batch[0]), batch[1])
+        elif self.kind == "checkpoint":
+            loss = F.cross_entropy(checkpoint(self.model, batch[0], use_reentrant=False), batch[1])
+        elif self.kind == "warnings":
+            loss = loss * (1 + self.draws.random())
+        print(end="")
+        return loss * 2
+
+
+def call_as_user(model: nn.Module, x: Tensor) -> Any:
+    return model(x).tanh()
+
+
+COUNTS: dict[int, list[Any]] = {}
+
+
+@torch.library.custom_op("halfstep_test::count_calls", mutates_args=())
+def count_calls(x: Tensor, key: int) -> Tensor:
+    COUNTS.setdefault(key, []).append(0)
+    return x * 2
+
+
+count_calls.register_fake(lambda x, key: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("kind", ["deque", "format", "cache", "operator", "hooks", "checkpoint", "warnings"])
+def test_python_runs_what_would_be_traced_to_something_else(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, expected = Pythonic("compile", kind), Pythonic("off", kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.run(12), expected.run(12)
+    assert "compiles the parts of loss_fn" in capsys.readouterr().err
+    assert (found.kept, found.recent) == (expected.kept, expected.recent)
     assert_same(found, expected)
 
 

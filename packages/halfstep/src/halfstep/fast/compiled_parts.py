@@ -20,25 +20,29 @@ part inside the loss function is noticed in its first step, while torch's kernel
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import TracingContext
+from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
+from torch._ops import OpOverload
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
 from torch.nn.utils import get_total_norm
 
 from halfstep.fast.certificate import find_eps, subtract
 from halfstep.fast.compiled_trial import ERROR, MOST_APART, ROUNDING
-from halfstep.fast.dynamo_gaps import Questions, answer
+from halfstep.fast.dynamo_gaps import Questions, answer, break_graphs
 from halfstep.fast.traced import copy_graph, explain, find_library_logs
 from halfstep.fast.windows import Code, NotTraced, are_finite, list_tensors
 from halfstep.precision.contexts import BACKWARD_AS_EAGER
@@ -72,6 +76,14 @@ class Part:
     """What one call takes with torch's kernels, and with Inductor's code, forward and backward."""
     is_compared: bool = False
     was_used: bool = False
+    reached: dict[int, frozenset[int]] = field(default_factory=dict)
+    """To which inputs autograd gives a gradient, for each output that has an autograd graph."""
+
+    @functools.cached_property
+    def partly_reached(self) -> frozenset[int]:
+        """The inputs that get a gradient from some outputs only."""
+        sets = self.reached.values()
+        return frozenset().union(*sets) - frozenset.intersection(*sets) if sets else frozenset()
 
 
 class CompiledParts:
@@ -90,7 +102,6 @@ class CompiledParts:
         """Whether compiled code makes the present step, or torch's kernels do."""
         self.plain_s = self.compiled_s = 0.0
         """What the parts of the present step take with torch's kernels, and with Inductor's code."""
-        self._differentiated: set[int] = set()  # identities of what parts with an autograd graph read in this step
         self.num_news = 0
         """How often something was compiled or compared, so far."""
         self.error = self.error_of_torch = 0.0
@@ -116,12 +127,7 @@ class CompiledParts:
 
     def start_step(self, *, is_used: bool) -> None:
         self.is_used, self.plain_s, self.compiled_s = is_used, 0.0, 0.0
-        self._differentiated.clear()
-
-    def find_without_gradient(self) -> list[Tensor]:
-        """Return the weights to which autograd gave no gradient in this step, and compiled code would give zeros."""
-        without = (p for p in self.step.find_trained_parameters() if p.requires_grad and p.grad is None)
-        return [p for p in without if id(p) in self._differentiated]
+        self.is_spoiled = False
 
     def fail(self, reason: str) -> None:
         self.failure = self.failure or reason
@@ -140,15 +146,18 @@ class CompiledParts:
         """Compile one of Dynamo's graphs (this is the backend), and return what Dynamo calls in its place."""
         self.num_news += 1
         kept = copy_graph(module)
+        if has_python_operator(module):
+            return kept.forward  # comparing would run the user's Python code again
         try:
             code = compile_part(module, examples)
-        except TorchDynamoException:  # Dynamo may ask to trace again
+        except (TorchDynamoException, *exceptions_allowed_to_be_fallback):  # Dynamo may trace again, with other breaks
             raise
         except Exception as error:
             self.fail(explain(error))
             return kept.forward
         context = TracingContext.get()
         assert context.fw_metadata is not None
+        context.fw_metadata.bw_donated_idxs = []  # None counts as "some", and the user could not keep an autograd graph
         infos = context.fw_metadata.input_info[-len(examples) :] if examples else []
         written = frozenset(k for k, info in enumerate(infos) if info.mutates_data or info.mutates_metadata)
         if any(isinstance(examples[k], nn.Parameter) for k in written):
@@ -158,25 +167,31 @@ class CompiledParts:
         return lambda *inputs: self._run(part, inputs)
 
     def _run(self, part: Part, inputs: Sequence[Any]) -> Any:
-        if self.failure:
-            return part.module.forward(*inputs)
+        if self.failure or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return part.module.forward(*inputs)  # the user's hooks get what they get in eager steps
         if not (is_new := not part.is_compared) and self.is_used:
             return self._run_used(part, inputs)
         outputs = self._run_compared(part, inputs) if is_new else part.module.forward(*inputs)
         self.plain_s += part.plain_s
         self.compiled_s += part.compiled_s
-        if any(isinstance(one, Tensor) and one.requires_grad for one in outputs):
-            self._differentiated.update(map(id, inputs))
         return outputs
 
     def _run_used(self, part: Part, inputs: Sequence[Any]) -> Any:
         part.was_used = True
+        edges = find_edges(inputs, part.partly_reached)
         try:
-            return part.code(*inputs)
+            outputs = part.code(*inputs)
         except Exception as error:
-            self.is_spoiled = True  # it may have written into its inputs
-            self.fail(explain(error))
-        return part.module.forward(*inputs)
+            reason = explain(error)
+        else:
+            if not give_no_zeros(part, edges, outputs):
+                self.fail("autograd does not show which gradients of compiled code are zeros")
+            return outputs
+        # Outside of the except block, whose error holds activations. If this raises, too, the error is the user's.
+        outputs = part.module.forward(*inputs)
+        self.is_spoiled = True  # compiled code may have written into the inputs
+        self.fail(reason)
+        return outputs
 
     # --- comparing ---
 
@@ -185,13 +200,14 @@ class CompiledParts:
         self.num_news += 1
         device = self.step.device
         given = [one.detach().clone() if k in part.written else one for k, one in enumerate(inputs)]
-        before = read_rng_state(device)
+        before, edges = read_rng_state(device), find_edges(inputs, range(len(inputs)))
         outputs = part.module.forward(*inputs)
         after = read_rng_state(device)
         for one in outputs:
             if isinstance(one, Tensor) and one.grad_fn is not None and all(one is not other for other in inputs):
                 one.register_hook(self._refuse_inner_backward)
         try:
+            part.reached = find_reached(inputs, outputs, edges)
             part.is_compared = self._compare(part, given, before, after)
         except Exception as error:
             self.is_at_fault |= part.was_used and isinstance(error, NotFinite)
@@ -245,10 +261,17 @@ def compile_part(module: GraphModule, examples: Sequence[Any]) -> Code:
     """Return Inductor's code for one of Dynamo's graphs, forward and backward."""
     from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
 
-    # With donated buffers the user could not keep an autograd graph.
+    # Donated buffers: see _add_part.
     settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
     with torch._functorch.config.patch({**BACKWARD_AS_EAGER, **settings}):
         return compile_fx(module, examples, config_patches={"fallback_random": True})  # type: ignore[return-value]
+
+
+def has_python_operator(module: GraphModule) -> bool:
+    """True if a graph, or one inside it, calls a custom operator that is written in Python."""
+    nodes = [node for one in module.modules() if isinstance(one, GraphModule) for node in one.graph.nodes]
+    targets = [node.target for node in nodes if isinstance(node.target, OpOverload | CustomOpDef)]
+    return any(_maybe_get_opdef(target) is not None for target in targets)
 
 
 class PartsCallback:
@@ -280,13 +303,85 @@ class PartsCallback:
         level = logging.root.manager.disable
         try:
             logging.disable(logging.WARNING)  # hints on how to avoid graph breaks
-            with config.patch(settings), answer(self._questions):
+            with config.patch(settings), answer(self._questions), break_graphs():
                 return self._torchdynamo_orig_backend(frame, *arguments)
         except Exception as error:
             parts.fail(explain(error))
             return ConvertFrameReturn(apply_to_code=False)
         finally:
             logging.disable(level)
+
+
+# --- gradients of zeros ---
+
+Edge = tuple[Any, int]
+"""Where autograd puts a gradient: a node, and the number of its output."""
+Edges = dict[int, Edge]
+"""Those of inputs, by position."""
+
+
+def find_edge(tensor: Tensor) -> Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def find_edges(inputs: Sequence[Any], positions: Iterable[int]) -> Edges:
+    """Return the edges of inputs; before the code runs, which may write into them."""
+    tensors = {k: inputs[k] for k in positions if isinstance(inputs[k], Tensor) and inputs[k].requires_grad}
+    return {k: find_edge(one) for k, one in tensors.items()}
+
+
+def find_reached(inputs: Sequence[Any], outputs: Sequence[Any], edges: Edges) -> dict[int, frozenset[int]]:
+    """Return which inputs the autograd graph of each output reaches. Views of inputs are left out: their gradients do
+    not pass through compiled code."""
+    positions = {edge: k for k, edge in edges.items()}
+    found = {}
+    for number, output in enumerate(outputs):
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            continue
+        if any(isinstance(one, Tensor) and torch._C._is_alias_of(one, output) for one in inputs):  # type: ignore[attr-defined]
+            continue
+        ends, left, seen = set[int](), [find_edge(output)], set[Any]()
+        while left:
+            edge = left.pop()
+            if edge in positions:
+                ends.add(positions[edge])
+            elif edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                left += edge[0].next_functions
+        found[number] = frozenset(ends)
+    return found
+
+
+def give_no_zeros(part: Part, edges: Edges, outputs: Sequence[Any]) -> bool:
+    """Let autograd give no gradient where eager code gives none. Return False if that is not possible.
+
+    The backward of compiled code gives zeros to what only outputs reach that the loss does not use. To a weight,
+    optimizers would add weight decay and momentum."""
+    if not edges:
+        return True
+    node: Any = None
+    numbers: dict[int, set[int]] = {}  # outputs of the part, by outputs of the node that has the compiled backward
+    for number in part.reached:
+        owner, k = find_edge(outputs[number])
+        while owner is not None and not set(edges.values()) <= set(owner.next_functions):  # a view, for example
+            owner, k = owner.next_functions[0] if owner.next_functions else (None, 0)
+        if owner is None or node not in (None, owner):
+            return False
+        node = owner
+        numbers.setdefault(k, set()).add(number)
+    places = {position: node.next_functions.index(edge) for position, edge in edges.items()}
+
+    def drop_zeros(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        used = [k for k, one in enumerate(given) if one is not None]
+        if not all(k in numbers for k in used):  # what the code has written into an input
+            return None
+        reached = frozenset[int]().union(*(part.reached[number] for k in used for number in numbers[k]))
+        dropped = {place for position, place in places.items() if position not in reached}
+        return tuple(None if k in dropped else one for k, one in enumerate(gradients))
+
+    node.register_hook(drop_zeros)
+    return True
 
 
 # --- runs on the side ---

@@ -1,6 +1,8 @@
 """Let Dynamo trace what it refuses or traces differently from eager code, where that can be avoided.
 
-`fill_gaps` is active only while a loss function of hs.Step is traced, so a user's own torch.compile is as it was:
+`fill_gaps` is active only while a loss function of hs.Step is traced, so a user's own torch.compile is as it was. While
+its parts are compiled, that is `break_graphs`: Python runs what Dynamo would trace to something else, because no part
+is compared with Python code.
 
 - *Libraries that ask whether they are compiled* take another path then: transformers leaves out an attention mask that
   masks nothing, but only in eager code, and another kernel draws other dropout numbers. If code cannot be traced, or
@@ -19,17 +21,25 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.lists import DequeVariable
+from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -47,6 +57,8 @@ QUESTIONS: tuple[Any, ...] = (
     torch._utils.is_compiling,
 )
 """How a library asks whether it is compiled."""
+GROWING = ("append", "appendleft", "extend", "extendleft", "insert", "__iadd__")
+CONVERSIONS = ("", "!s", "!r", "!a")  # of an f-string, by the flags of FORMAT_VALUE
 ENDS = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
 JUMPS = [name for name in dis.opmap if "JUMP" in name and name.endswith(ENDS)]
 TRANSLATORS = (
@@ -98,6 +110,23 @@ class Questions:
 
 
 @contextlib.contextmanager
+def break_graphs() -> Iterator[None]:
+    """Let Python run what Dynamo would trace to something else, while this is active: only code with graph breaks can
+    do so."""
+    with contextlib.ExitStack() as stack:
+        grow = DequeVariable.call_method
+        stack.enter_context(mock.patch.object(DequeVariable, "call_method", break_at_growing(grow)))
+        call = WrapperUserFunctionVariable.call_function
+        stack.enter_context(mock.patch.object(WrapperUserFunctionVariable, "call_function", break_at_cached(call)))
+        stack.enter_context(mock.patch.object(CheckpointHigherOrderVariable, "_call_function", break_at_checkpoint))
+        translator = symbolic_convert.InstructionTranslatorBase
+        stack.enter_context(mock.patch.object(translator, "_format_value", format_later(translator._format_value)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # advice on graph breaks
+        yield
+
+
+@contextlib.contextmanager
 def fill_gaps(questions: Questions) -> Iterator[None]:
     """Let Dynamo trace more while this is active."""
     around = {**dict.fromkeys(JUMPS, jump_if_known), "STORE_ATTR": require_or_store}
@@ -141,6 +170,59 @@ def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any
         return handler(variable, tx, *arguments, **named)
 
     return handle
+
+
+# --- what is traced differently ---
+
+
+def break_at_growing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the methods of a deque; Dynamo does not know the `maxlen` of one that existed before."""
+
+    def call_method(deque: Any, tx: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        if deque.source is not None and name in GROWING:
+            refuse("a deque that grows", f"deque.{name}")
+        return method(deque, tx, name, *arguments, **named)
+
+    return call_method
+
+
+def break_at_cached(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a wrapped function; Dynamo ignores what functools.lru_cache keeps."""
+
+    def call_function(function: Any, tx: Any, arguments: Any, named: Any) -> Any:
+        wrapper = function.wrapper_obj
+        if not isinstance(wrapper, functools._lru_cache_wrapper) or str(wrapper.__module__).startswith("torch."):
+            return call(function, tx, arguments, named)
+        has_arguments = function.self_args() or arguments or named
+        # What a library finds out once. Other results may be tensors, or not be known yet.
+        value = wrapper() if wrapper.cache_info().currsize and not has_arguments else None
+        if isinstance(value, bool | int | str):
+            return ConstantVariable.create(value)
+        refuse("a function with a cache", wrapper.__name__)
+
+    return call_function
+
+
+def break_at_checkpoint(function: Any, *_: Any) -> NoReturn:
+    """Leave activation checkpointing to Python: Dynamo's graph draws other dropout masks when it recomputes."""
+    refuse("activation checkpointing", type(function).__name__)
+
+
+def format_later(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how an f-string formats a value: of a number that changes, Dynamo loses the format."""
+
+    def format_value(tx: Any, form: Any, flags: int) -> None:
+        if not isinstance(tx.stack[-1], SymNodeVariable):
+            method(tx, form, flags)
+            return
+        text = f"{{{CONVERSIONS[flags & 3]}:{form.as_python_constant()}}}"
+        tx.push(StringFormatVariable.create(text, [tx.pop()], {}))
+
+    return format_value
+
+
+def refuse(what: str, context: str) -> NoReturn:
+    unimplemented(gb_type=what, context=context, explanation="Python runs it", hints=[])
 
 
 # --- branches whose way is known ---

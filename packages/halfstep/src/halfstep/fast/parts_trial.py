@@ -175,13 +175,9 @@ class PartsTrial:
             self._refuse(f"{type(error).__name__}: {error}".splitlines()[0])
             return eager(loss_fn)
         number, num_news, began = step.attempted, parts.num_news, self._read_clock()
-        is_handed_over = False
 
         def run(batch: Batch) -> Any:
-            nonlocal is_handed_over
-            is_handed_over = True
             result = parts(loss_fn, batch)
-            is_handed_over = False
             if parts.is_spoiled:
                 raise Spoiled
             return result
@@ -193,9 +189,9 @@ class PartsTrial:
         except Spoiled:
             pass
         except Exception as error:
-            if is_handed_over or step.attempted > number or not is_raised_by_torch(error):
+            if not parts.is_used or step.attempted > number or not is_raised_in_backward(error):
                 raise
-            parts.fail(f"{type(error).__name__}: {error}".splitlines()[0])  # in backward
+            parts.fail(f"{type(error).__name__}: {error}".splitlines()[0])
         if facts is None:
             warn_user(f"compiled code raised after loss_fn had run: the step is dropped. {parts.failure}")
             facts = self._drop_step(loss_fn, eager)
@@ -228,13 +224,13 @@ class PartsTrial:
         """Go to the next stage, once a step is made."""
         if self.num_renewals > MAX_RENEWALS:
             parts.fail("backend flags, or whether weights require a gradient, change again and again")
-        if (self.stage is Stage.COMPARED or not is_quiet) and parts.find_without_gradient():
-            parts.fail("weights that get no gradient would get one of zeros, to which optimizers add weight decay")
         if self.stage is Stage.COMPARED:
             self.num_compared += 1
             self.num_quiet = self.num_quiet + 1 if is_quiet else 0
             if self.num_compared >= MOST_STEPS and self.num_quiet < QUIET_STEPS:
-                parts.fail(f"something new is compiled at every step, because this changes: {parts.cause}")
+                changing = f"something new is compiled at every step, because this changes: {parts.cause}"
+                are_compared = all(part.is_compared for part in parts.parts)
+                parts.fail(changing if are_compared else "torch's kernels give no finite gradients to compare with")
         if parts.failure:
             self._refuse(parts.failure)
         elif self.stage is Stage.COMPARED and self.num_quiet >= QUIET_STEPS:
@@ -245,9 +241,11 @@ class PartsTrial:
                 self._look_back(window)
 
 
-def is_raised_by_torch(error: Exception) -> bool:
-    """True if the innermost Python code is torch's or generated, as in a backward pass without hooks of the user's."""
+def is_raised_in_backward(error: Exception) -> bool:
+    """True if a backward pass has raised an error, in code that is torch's or generated, and not in a hook of the
+    user's. The loss function may have started that pass."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename.startswith((str(Path(torch.__file__).parent), cache_dir()))
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_torchs = codes[-1].co_filename.startswith((str(Path(torch.__file__).parent), cache_dir()))
+    return is_torchs and torch.autograd.graph._engine_run_backward.__code__ in codes
