@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from halfstep_train.report.metrics_file import read
-from halfstep_train.workloads.radio.layers import FourierFilter
 from halfstep_train.workloads.radio.swin import SwinPyramid
+from halfstep_train.workloads.radio.unet import FourierFilter
 from tiny_radio import train_diffusion, write_tiny_demo, write_tiny_vae
 
 pytestmark = pytest.mark.gpu

@@ -12,18 +12,20 @@ from golden import assert_golden, golden, group
 from halfstep.recompute import set_recompute
 from halfstep_train.models.posterior import draw_latent
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
-from halfstep_train.workloads.radio.layers import (
+from halfstep_train.workloads.radio.names import rename_unet_weight
+from halfstep_train.workloads.radio.swin import SwinPyramid
+from halfstep_train.workloads.radio.unet import (
     ChannelNorm,
     FourierFilter,
+    RadioUNet,
     StandardisedConv2d,
     TimeEmbedding,
+    WindowMeanAttention,
     apply_filter,
     linear_attention,
+    make_sine_positions,
+    mix_outputs,
 )
-from halfstep_train.workloads.radio.names import rename_unet_weight
-from halfstep_train.workloads.radio.relation import WindowMeanAttention, make_sine_positions
-from halfstep_train.workloads.radio.swin import SwinPyramid
-from halfstep_train.workloads.radio.unet import RadioUNet, mix_outputs
 from halfstep_train.workloads.radio.vae import RadioVAE
 
 

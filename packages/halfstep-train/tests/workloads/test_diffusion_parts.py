@@ -15,9 +15,14 @@ from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.data.seeds import Key
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.workloads.base.latent_store import CachedLatents, LatentCache, open_or_write_latents
+from halfstep_train.workloads.base.frozen_vae import (
+    CachedLatents,
+    LatentCache,
+    choose_vae_format,
+    measure_round_trips,
+    open_or_write_latents,
+)
 from halfstep_train.workloads.base.sheets import arrange_grid
-from halfstep_train.workloads.base.vae_format import choose_vae_format, measure_round_trips
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
 from halfstep_train.workloads.diffusion.evaluate import measure_distances, open_features
@@ -41,11 +46,11 @@ SHAPE = (3, 4, 4)
 
 
 def test_draws_of_a_batch_are_those_of_its_pieces() -> None:
-    config = settings("diffusion", "x", noise__offset=0.1, noise__input_perturbation=0.1).config
+    config = settings("diffusion", "x", noise__offset=0.1).config
     noising = NoiseDraws(config, SHAPE)  # type: ignore[arg-type]
     whole = noising.draw(6, key=Key.for_training(0, 5, place=0), device=CPU, index=None)
     part = noising.draw(2, key=Key.for_training(0, 5, place=4), device=CPU, index=None)
-    assert set(whole) == {"timestep", "noise", "signal", "sigma", "loss_weight", "input_noise"}
+    assert set(whole) == {"timestep", "noise", "signal", "sigma", "loss_weight"}
     assert all(torch.equal(whole[name][4:], part[name]) for name in whole)
     other = noising.draw(6, key=Key.for_training(0, 6, place=0), device=CPU, index=None)
     assert not torch.equal(whole["noise"], other["noise"])
@@ -318,13 +323,13 @@ def test_a_perfect_network_samples_the_truth_whatever_the_draws(steps: int, spli
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
 
 
-def open_or_write(path: Path, made_from: str, moments: torch.Tensor = MOMENTS) -> tuple[LatentCache, bool]:
+def open_or_write(path: Path, made_from: str, moments: torch.Tensor = MOMENTS) -> LatentCache:
     return open_or_write_latents(path, made_from, 6, lambda: iter(moments.split(4)))
 
 
 def test_what_was_written_is_read_and_its_checksum_depends_on_the_numbers_only(tmp_path: Path) -> None:
     first, same, other = (
-        open_or_write(tmp_path / name, made_from, moments)[0]
+        open_or_write(tmp_path / name, made_from, moments)
         for name, moments, made_from in (("a", MOMENTS, "f"), ("b", MOMENTS, "g"), ("c", MOMENTS + 1, "f"))
     )
     assert torch.equal(first.moments, MOMENTS)

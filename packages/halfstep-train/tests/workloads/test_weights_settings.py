@@ -16,7 +16,7 @@ from halfstep_train.config.load import Loaded
 from halfstep_train.run.train import train
 from halfstep_train.workloads import build, load
 from halfstep_train.workloads.diffusion.diffusers_nets import build_net, make_unet_config
-from halfstep_train.workloads.diffusion.weights_settings import adopt_settings
+from halfstep_train.workloads.diffusion.networks import adopt_settings
 
 THEIRS: dict[str, Any] = {
     "num_train_timesteps": 40,

@@ -38,10 +38,6 @@ class ImageFolderConfig(FolderConfig):
 class DiffusionDataConfig(ImageFolderConfig, LabelledFolderConfig):
     """A folder of images, with classes or captions if the model is conditioned on them."""
 
-    class_file: FilePath = Field(
-        default=None,
-        description="Text file with one class per line, in the order of their indices; default: sorted folder names",
-    )
     text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
     cache: LatentCaching = Field(
         default="off",
@@ -115,10 +111,6 @@ class NoiseConfig(Section):
     )
     offset: OffNumber = Field(
         default=0.0, description="Offset noise: strength of extra noise that is constant over each channel"
-    )
-    input_perturbation: OffNumber = Field(
-        default=0.0,
-        description="Input perturbation: extra noise in the input that is not in the target (0.1 in Ning et al. 2023)",
     )
 
     @model_validator(mode="after")

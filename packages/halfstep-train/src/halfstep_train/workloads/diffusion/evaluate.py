@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +18,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.disk import name_hidden, remove_leftovers
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
 from halfstep_train.report.results import Cell
-from halfstep_train.workloads.base.other_data import use_all_pictures
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation
+from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation, use_all_pictures
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.diffusion.build import DiffusionForward
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
@@ -52,13 +49,10 @@ class DiffusionEvaluation(PlainEvaluation):
         found = use_all_pictures(config, folder)
         if config.data.cache == "off":
             return found
-        shared = Path(tempfile.gettempdir()) / "halfstep-latents"
-        remove_leftovers(shared)  # of processes that were killed
-        folder_of_process = name_hidden(shared)
-        folder_of_process.mkdir(mode=0o700, exist_ok=True)
-        atexit.register(shutil.rmtree, folder_of_process, ignore_errors=True)
-        file = folder_of_process / f"{uuid.uuid4().hex}.safetensors"
-        return found.replace(data={"cache": config.data.cache, "cache_file": str(file), "flip": 0.0})
+        scratch = Path(tempfile.mkdtemp(prefix="halfstep-latents-"))
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        file = str(scratch / "latents.cache")
+        return found.replace(data={"cache": config.data.cache, "cache_file": file, "flip": 0.0})
 
     metrics: DenoisingMetrics
 

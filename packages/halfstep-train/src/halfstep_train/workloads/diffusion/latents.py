@@ -11,17 +11,19 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, format_count
 from halfstep_train.data.loader import Samples
-from halfstep_train.workloads.base.latent_store import (
+from halfstep_train.workloads.base.frozen_vae import (
     CachedLatents,
     Encoding,
+    FormatChoice,
     LatentCache,
     WithColumn,
+    choose_vae_format,
     describe_pack,
     describe_resume,
     hash_weights,
+    pick_training_device,
     refuse_uncached,
 )
-from halfstep_train.workloads.base.vae_format import FormatChoice, choose_vae_format, pick_training_device
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.data import (
     DiffusionData,
@@ -30,8 +32,13 @@ from halfstep_train.workloads.diffusion.data import (
     scale_images,
 )
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC
-from halfstep_train.workloads.diffusion.networks import Conditions, DiffusionParts, TextConditions, open_parts
-from halfstep_train.workloads.diffusion.weights_settings import adopt_settings
+from halfstep_train.workloads.diffusion.networks import (
+    Conditions,
+    DiffusionParts,
+    TextConditions,
+    adopt_settings,
+    open_parts,
+)
 
 TRIED_IMAGES = 8
 """Images on which the formats of the VAE are compared."""
@@ -134,9 +141,9 @@ def _open_cached(
             why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
             fix="restore that VAE, or start a new run",
         )
-    cache, is_new = make_encoding(config, data, parts.vae, form).open_or_encode()
+    cache = make_encoding(config, data, parts.vae, form).open_or_encode()
     line = f"cached in {cache.path}, {_describe_views(cache)}"
-    line += describe_resume(cache, stored["latents_sha256"], is_new=is_new)
+    line += describe_resume(cache, stored["latents_sha256"])
     # One cache holds both splits, training images first.
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
@@ -165,10 +172,10 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     choice = choose_format(config, data, parts)
-    cache, is_new = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
+    cache = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
     images = format_count(len(cache.moments), "image")
     text = f"latents of {images}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
-    return describe_pack(cache, text, is_new=is_new, format=choice.name)
+    return describe_pack(cache, text, format=choice.name)
 
 
 def _describe_views(cache: LatentCache) -> str:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
 from halfstep_train.data import noise
+from halfstep_train.workloads.base.frozen_vae import use_format
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.vae_format import use_format
 from halfstep_train.workloads.base.workload import Batch
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.data import to_bytes

@@ -27,8 +27,8 @@ from halfstep_train.workloads.language.data import (
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep_train.workloads.language.scores import LanguageMetrics, count_targets
+from halfstep_train.workloads.language.texts import Tokens, TokenSamples
 from halfstep_train.workloads.language.tokenizers import Bpe, Tokenizer, save_tokenizer
-from halfstep_train.workloads.language.tokens import Tokens, TokenSamples
 from halfstep_train.workloads.language.writing import Sampling, continue_text
 
 SAMPLE_TOKENS = 200

@@ -10,7 +10,18 @@ from typing import Any
 from halfstep.errors import DataError, format_count
 from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.workloads.language.config import LanguageConfig
-from halfstep_train.workloads.language.text_files import TextFiles, find_texts, read_text
+from halfstep_train.workloads.language.texts import (
+    TextFiles,
+    Tokens,
+    choose_cache_path,
+    find_texts,
+    find_token_files,
+    open_or_tokenise,
+    open_tokens,
+    read_nanogpt_tokenizer,
+    read_text,
+    tokenise,
+)
 from halfstep_train.workloads.language.tokenizers import (
     TIKTOKEN,
     Bytes,
@@ -22,15 +33,6 @@ from halfstep_train.workloads.language.tokenizers import (
     identify,
     read_tokenizer,
     restore_tokenizer,
-)
-from halfstep_train.workloads.language.tokens import (
-    Tokens,
-    choose_cache_path,
-    find_token_files,
-    open_or_tokenise,
-    open_tokens,
-    read_nanogpt_tokenizer,
-    tokenise,
 )
 
 CHARACTERS = ("characters", "chars", "char")

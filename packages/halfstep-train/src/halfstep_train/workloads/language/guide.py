@@ -13,8 +13,8 @@ from halfstep_train.workloads.base.guiding import OpenedData
 from halfstep_train.workloads.language.build import check_length
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import open_language_data
+from halfstep_train.workloads.language.texts import TokenSamples
 from halfstep_train.workloads.language.tokenizers import Tokenizer
-from halfstep_train.workloads.language.tokens import TokenSamples
 
 PICTURE_SIDE, FONT_SIZE, LINE_CHARACTERS, LINES = 160, 11, 24, 10
 """Of a picture of text, in pixels; the last two are what fits."""

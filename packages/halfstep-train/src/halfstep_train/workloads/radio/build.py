@@ -19,13 +19,11 @@ from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
+from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format, pick_training_device
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.latent_store import LatentDraws
-from halfstep_train.workloads.base.vae_format import choose_vae_format, pick_training_device
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio import build_vae
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
@@ -37,13 +35,12 @@ from halfstep_train.workloads.radio.first_stage import (
     open_first_stage,
     read_some_maps,
 )
-from halfstep_train.workloads.radio.layers import LinearAttention, TimedBlock
+from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.names import rename_unet_weight, rename_weights
-from halfstep_train.workloads.radio.pictures import draw_samples
-from halfstep_train.workloads.radio.relation import Relation
+from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
-from halfstep_train.workloads.radio.unet import RadioUNet
+from halfstep_train.workloads.radio.unet import LinearAttention, RadioUNet, Relation, TimedBlock
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
 FRAGILE = (
@@ -248,11 +245,8 @@ def make_workload(
     """Build the workload from its model, first stage and data."""
     denoising = Denoising(config, store, cast(RadioVAE, vae.module))
 
-    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return draw_samples(data.val, model, workload, key)
-
     settings = config.model
-    workload = Workload(
+    return Workload(
         name=config.workload,
         model=model,
         train_samples=data.train,
@@ -276,9 +270,8 @@ def make_workload(
         ),
         frozen={"vae": vae},
         settled=settled or {},
-        sample=draw,
+        sample=make_sampler(data.val, denoising.prepare, denoising.forward),
     )
-    return workload
 
 
 RadioConfig = RadioDiffConfig | RadioVaeConfig

@@ -24,7 +24,6 @@ from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.config import RadioVaeConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_MAPS,
     dump_sizes,
@@ -34,7 +33,8 @@ from halfstep_train.workloads.radio.first_stage import (
     measure_scale,
     write_first_stage,
 )
-from halfstep_train.workloads.radio.pictures import draw_samples
+from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
@@ -76,10 +76,7 @@ def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Wor
     """Build the workload from its model and data."""
     trainer = MapVaeTrainer(config)
 
-    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return draw_samples(data.val, model, workload, key)
-
-    workload = trainer.build_workload(
+    return trainer.build_workload(
         model,
         name=config.workload,
         train_samples=data.train,
@@ -94,9 +91,8 @@ def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Wor
         notes=data.notes,
         val_names=data.list_val_names(),
         about=(*data.about, *_describe_critic(config)),
-        sample=draw,
+        sample=make_sampler(data.val, trainer.prepare, trainer.forward),
     )
-    return workload
 
 
 def _describe_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,7 @@ from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.tensor_files import take, write_tensors
 from halfstep_train.models.weights import load_weights_file_
-from halfstep_train.workloads.base.latent_store import (
+from halfstep_train.workloads.base.frozen_vae import (
     MOMENTS,
     Encoding,
     WithColumn,
@@ -25,8 +25,7 @@ from halfstep_train.workloads.base.latent_store import (
     refuse_uncached,
 )
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed
-from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
+from halfstep_train.workloads.radio.maps import RadioData, RadioMaps, RadioTree, find_data, scale_gain, to_signed
 from halfstep_train.workloads.radio.names import rename_vae_weight, rename_weights
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE
 
@@ -145,8 +144,8 @@ def add_latents(
     """If latents are cached, add them to the training samples and their checksum to the store."""
     if config.data.cache == "off":
         return data, dict(store)
-    cache, is_new = make_encoding(config, data.train, vae).open_or_encode()
-    line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")), is_new=is_new)
+    cache = make_encoding(config, data.train, vae).open_or_encode()
+    line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")))
     # View 0 is the only one: radio maps are not flipped.
     train = WithColumn(data.train, MOMENTS, cache.moments[:, 0])
     found = replace(data, train=train, about=(*data.about, ("encoded maps", line)))
@@ -173,5 +172,5 @@ def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> En
 def pack(config: RadioDiffConfig) -> dict[str, object]:
     """Encode all training maps unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
-    cache, is_new = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
-    return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)
+    cache = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
+    return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep_train.workloads.base.guiding import OpenedData
 from halfstep_train.workloads.radio.config import SMALL_FIRST_STAGE, RadioDiffConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.data import find_data
+from halfstep_train.workloads.radio.maps import find_data
 from halfstep_train.workloads.radio.pictures import draw_condition, draw_gain
 
 SMALL_SIZE = {"data.image_size": 64}

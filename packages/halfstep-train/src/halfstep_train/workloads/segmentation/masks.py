@@ -86,12 +86,6 @@ def read_mask(path: Path) -> Array:
     """
     if path.is_dir():
         shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in list_mask_files(path)]
-        if len({one.shape for one in shown}) > 1:
-            raise DataError(
-                f"the masks in {path} differ in size",
-                why="the files of one folder are one mask",
-                fix="export them at one size, or leave such pairs out: data.on_bad_file=skip",
-            )
         return np.where(np.any(shown, axis=0), FOREGROUND, 0).astype(np.uint8)
     if path.suffix.lower() in ARRAY_ENDINGS:
         array = move_channels_last(load_array(path), path)
