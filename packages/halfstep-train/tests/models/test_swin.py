@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golden import assert_golden, golden, group
-from halfstep_train.workloads.radio.names import rename_unet_weight
+from halfstep_train.workloads.radio.names import rename_unet_weights
 from halfstep_train.workloads.radio.swin import SwinPyramid, WindowAttention
 
 
@@ -18,10 +18,8 @@ def test_golden_features() -> None:
     swin = SwinPyramid(
         dim=sizes["embed_dim"], depths=sizes["depths"], num_heads=sizes["num_heads"], window=sizes["window_size"]
     ).eval()
-    state = {
-        rename_unet_weight(f"init_conv_mask.{name}"): value for name, value in group(tensors, "swin/state/").items()
-    }
-    swin.load_state_dict({name.removeprefix("condition."): value for name, value in state.items() if name})
+    state = {f"init_conv_mask.{name}": value for name, value in group(tensors, "swin/state/").items()}
+    swin.load_state_dict({k.removeprefix("condition."): value for k, value in rename_unet_weights(state).items()})
     for place, found in enumerate(swin(tensors["swin/input"])):
         assert_golden(found, tensors[f"swin/features.{place}"], name=f"features.{place}")
 

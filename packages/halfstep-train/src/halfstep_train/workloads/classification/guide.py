@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Samples
-from halfstep_train.workloads.base.guiding import OpenedData, measure_median_size, read_size
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData, measure_median_size, read_size
 from halfstep_train.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep_train.workloads.classification.data import open_image_data
 
@@ -21,7 +21,7 @@ SMALL_SIDE, PATCHES_PER_SIDE = 64, 8
 per side."""
 
 
-class Guide:
+class Guide(Guiding):
     """Guide to image classifiers."""
 
     small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}

@@ -304,19 +304,16 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
     unet = find_net_folder(config.model.weights, "unet", "model.weights")
     _refuse_latents_as_pixels(config, unet)
     schedule, notes = _read_schedule(config.model.weights, unet)
-    theirs, settled = {**schedule, **_read_size(config, unet)}, {}
-    for path, value in theirs.items():
+    adopted, settled = config, dict[str, Any]()
+    for path, value in {**schedule, **_read_size(config, unet)}.items():
         section, name = path.split(".")
-        current = getattr(getattr(config, section), name)
-        if name not in getattr(config, section).model_fields_set:
+        given = getattr(config, section)
+        if name not in given.model_fields_set:
             settled[path] = value
-        elif current != value:
-            notes.append(f"{path}={current}: {unet.parent} was trained with {value}")
-    changed: dict[str, dict[str, Any]] = {}
-    for path, value in settled.items():
-        section, name = path.split(".")
-        changed.setdefault(section, {})[name] = value
-    adopted, text = config.replace(**changed), ", ".join(f"{path}={value}" for path, value in settled.items())
+            adopted = adopted.replace(**{section: {name: value}})
+        elif getattr(given, name) != value:
+            notes.append(f"{path}={getattr(given, name)}: {unet.parent} was trained with {value}")
+    text = ", ".join(f"{path}={value}" for path, value in settled.items())
     if why := adopted.explain_untrainable():
         raise ConfigError(
             why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"

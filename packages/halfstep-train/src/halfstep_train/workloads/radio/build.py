@@ -36,7 +36,7 @@ from halfstep_train.workloads.radio.first_stage import (
     read_some_maps,
 )
 from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain, to_signed, to_unsigned
-from halfstep_train.workloads.radio.names import rename_unet_weight, rename_weights
+from halfstep_train.workloads.radio.names import rename_unet_weights
 from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
@@ -153,7 +153,7 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
 def select_unet_weights(weights: Weights) -> Weights:
     """Return the U-Net's weights under our names, from our files or from a public checkpoint with both stages."""
     inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-    return rename_weights(rename_unet_weight, inner or weights)
+    return rename_unet_weights(inner or weights)
 
 
 def select_pyramid_weights(weights: Weights) -> Weights:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from halfstep_train.workloads.base.frozen_vae import (
 )
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig
 from halfstep_train.workloads.radio.maps import RadioData, RadioMaps, RadioTree, find_data, scale_gain, to_signed
-from halfstep_train.workloads.radio.names import rename_vae_weight, rename_weights
+from halfstep_train.workloads.radio.names import drop_loss_weights
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
@@ -63,7 +62,7 @@ def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, in
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
     """Load weights from our files or from a public checkpoint."""
-    load_weights_file_(vae, path, partial(rename_weights, rename_vae_weight))
+    load_weights_file_(vae, path, drop_loss_weights)
 
 
 def open_first_stage(config: RadioDiffConfig) -> FirstStage:
