@@ -24,7 +24,7 @@ from halfstep_train.workloads.base.frozen_vae import (
 )
 from halfstep_train.workloads.base.sheets import arrange_grid
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
-from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
+from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, open_net
 from halfstep_train.workloads.diffusion.evaluate import measure_distances, open_features
 from halfstep_train.workloads.diffusion.latents import pick_images
 from halfstep_train.workloads.diffusion.networks import ClassConditions, open_text
@@ -208,7 +208,7 @@ def some_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tuple[str, str]:
     config = settings("diffusion", data, precision__simulate=simulated).config
     samples = make_square_samples(open_diffusion_data(config.data).train, 8)  # type: ignore[arg-type]
-    vae = freeze_(open_net(folder, ["AutoencoderKL"]))
+    vae = open_net(folder, ["AutoencoderKL"]).requires_grad_(False).eval()
     choice = choose_vae_format(vae, CODEC.decode_means, lambda: pick_images(samples), CPU, asked, config.precision)
     return choice.name, choice.why
 

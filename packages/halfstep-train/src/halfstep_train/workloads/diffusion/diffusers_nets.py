@@ -228,11 +228,6 @@ def decode_scaled(vae: Net, latents: Tensor) -> Tensor:
     return CODEC.decode(vae, latents.float() / vae.config.scaling_factor + shift).float()
 
 
-def set_checkpointing(net: Net, on: bool) -> None:
-    if on:
-        net.enable_gradient_checkpointing()
-
-
 def _count_norm_groups(channels: Sequence[int]) -> int:
     # All levels share one number of groups, which must divide every number of channels.
     groups = math.gcd(LARGEST_NORM_GROUPS, *channels)
@@ -255,8 +250,3 @@ def import_diffusers_class(name: str) -> Any:
             why=" ".join(str(error).split()),
             fix=suggest_install("diffusers", "transformers", "tokenizers"),
         ) from error
-
-
-def freeze_(net: Net) -> Net:
-    """Freeze a module in place and set it to eval mode."""
-    return net.requires_grad_(False).eval()

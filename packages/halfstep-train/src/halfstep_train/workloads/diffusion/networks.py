@@ -35,13 +35,11 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     choose_weight_files,
     count_halvings,
     find_net_folder,
-    freeze_,
     get_latent_shape,
     is_on_meta,
     make_unet_config,
     open_net,
     refuse_missing_weights,
-    set_checkpointing,
 )
 from halfstep_train.workloads.diffusion.noise_schedule import THEIR_SCHEDULES, THEIR_TARGETS
 
@@ -82,7 +80,7 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionPa
     if not settings.vae:
         return DiffusionParts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
     folder = find_net_folder(settings.vae, "vae", "model.vae")
-    vae = freeze_(open_net(folder, [VAE]))
+    vae = open_net(folder, [VAE]).requires_grad_(False).eval()
     divide_side(side, 2 ** count_halvings(vae.config), LEVELS_HALVE)
     return DiffusionParts(conditions=conditions, vae=vae, vae_source=str(folder), shape=get_latent_shape(vae, side))
 
@@ -108,7 +106,8 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         )
     vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
     divide_side(config.data.image_size, 2 ** (vae_halvings + count_halvings(model.config)), LEVELS_HALVE)
-    set_checkpointing(model, config.train.activation_checkpointing)
+    if config.train.activation_checkpointing:
+        model.enable_gradient_checkpointing()
     return model
 
 
@@ -249,7 +248,7 @@ def open_text(folder: str) -> TextConditions:
             why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
             fix="give a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
         ) from error
-    return TextConditions(freeze_(encoder), tokenizer)
+    return TextConditions(encoder.requires_grad_(False).eval(), tokenizer)
 
 
 @contextmanager

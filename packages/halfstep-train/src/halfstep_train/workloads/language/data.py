@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from halfstep.errors import DataError, format_count
 from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.workloads.language.config import LanguageConfig
 from halfstep_train.workloads.language.texts import (
-    TextFiles,
     Tokens,
     choose_cache_path,
     find_texts,
@@ -85,6 +84,10 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
         )
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
+    notes = bad_files.notes
+    if texts.unread:
+        names = list_some((path.relative_to(root).as_posix() for path in texts.unread), 3)
+        notes = (*notes, f"not read: {format_count(len(texts.unread), 'other file')}: {names}")
     location = f"cached in {path}" if config.cache else "in memory"
     return LanguageData(
         train=train,
@@ -98,14 +101,8 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
             ),
             ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}"),
         ),
-        notes=(*bad_files.notes, *_note_not_read(texts)),
+        notes=notes,
     )
-
-
-def _note_not_read(texts: TextFiles) -> Iterator[str]:
-    if texts.unread:
-        names = list_some((path.relative_to(texts.root).as_posix() for path in texts.unread), 3)
-        yield f"not read: {format_count(len(texts.unread), 'other file')}: {names}"
 
 
 def _open_ids(

@@ -289,8 +289,13 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
     Only headers are read, unless bad files are to be skipped: then every image is decoded.
     """
     paths = list(dict.fromkeys(path for item in files for path in item.list_paths()))
-    read = _read_whole if bad_files.mode == "skip" else _read_size
-    found = dict(zip(paths, run_in_threads(read, paths), strict=True))
+
+    def read_size(path: Path) -> tuple[int, int]:
+        if bad_files.mode == "skip":
+            read_antenna(path, (1, 1)) if path.parent.name == "antennas" else _read_bytes(path)
+        return read_image_facts(path).size
+
+    found = dict(zip(paths, run_in_threads(read_size, paths), strict=True))
     usable = []
     for item in files:
         sizes = {path: found[path] for path in item.list_paths()}
@@ -306,16 +311,6 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
         else:
             usable.append(item)
     return tuple(usable)
-
-
-def _read_size(path: Path) -> tuple[int, int]:
-    return read_image_facts(path).size
-
-
-def _read_whole(path: Path) -> tuple[int, int]:
-    size = _read_size(path)
-    read_antenna(path, size) if path.parent.name == "antennas" else _read_bytes(path)
-    return size
 
 
 # --- both splits, and bytes as floats ---

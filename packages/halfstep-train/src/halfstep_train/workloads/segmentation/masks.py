@@ -11,7 +11,7 @@ import numpy as np
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import ARRAY_ENDINGS, Array, list_images, list_some, load_array
-from halfstep_train.data.images import ImageFacts, move_channels_last, open_image, read_image_facts
+from halfstep_train.data.images import move_channels_last, open_image
 
 MaskValue = int | tuple[int, int, int]
 
@@ -72,11 +72,6 @@ def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
 def list_mask_files(path: Path) -> list[Path]:
     """Return the files of a mask: the file itself, or all files of a folder with one file per object."""
     return list_images(path) if path.is_dir() else [path]
-
-
-def read_mask_facts(path: Path) -> ImageFacts:
-    """Return size and kind of a mask; the files of a folder have one size."""
-    return read_image_facts(list_mask_files(path)[0])
 
 
 def read_mask(path: Path) -> Array:

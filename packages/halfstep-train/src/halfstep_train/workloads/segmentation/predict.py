@@ -106,10 +106,10 @@ def predict_file(
     store: Mapping[str, Any],
     depth: int,
     device: torch.device,
-    tile: int = TILE,
-    report: ReportTile = lambda done, total: None,
+    **tiling: Any,
 ) -> Array:
-    """Return the class map (uint8) of an image file at its original size, computed at the scale of training."""
+    """Return the class map (uint8) of an image file at its original size, computed at the scale of training; `tiling`
+    are the options of `predict_image`."""
     original = read_image_facts(path).size
     if math.prod(original) > MAX_PIXELS:
         raise DataError(
@@ -122,7 +122,7 @@ def predict_file(
     )
     planes = read_planes(path, replace(read_image_format(store), size=(height, width)))
     image = torch.from_numpy(planes).to(device)
-    return predict_image(forward, image, depth=depth, tile=tile, size=original, report=report).numpy()
+    return predict_image(forward, image, depth=depth, size=original, **tiling).numpy()
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ over time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, format_count
-from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data import noise
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
@@ -45,7 +44,6 @@ from halfstep_train.workloads.slots.scores import (
 )
 from halfstep_train.workloads.slots.slotcontrast import (
     SlotContrast,
-    SlotContrastSize,
     SlotContrastWords,
     rename_upstream,
 )
@@ -106,25 +104,16 @@ def make_workload(
     )
 
 
-def build_model(
-    config: SlotContrastConfig, backbone: nn.Module, make: Callable[[SlotContrastSize], SlotContrast] = SlotContrast
-) -> SlotContrast:
-    """Build the trained modules; `make` is the class or function that creates them from their sizes."""
-    m = config.model
-    patch = m.patch if m.backbone == "filters" else DINO_PATCH
-    model = make(
-        fill_from_settings(
-            SlotContrastSize,
-            m,
-            feature_dim=backbone.dim,
-            num_positions=divide_side(config.data.image_size, patch, PATCHES_TILE) ** 2,
-            num_slots=m.slots,
-            num_iterations=m.iterations,
-        )
-    )
-    if config.train.activation_checkpointing:
-        model.decoder.recompute = "blocks"
-    return model
+def build_model(config: SlotContrastConfig, backbone: nn.Module) -> SlotContrast:
+    """Build the trained modules."""
+    recomputes = config.train.activation_checkpointing
+    return SlotContrast(config.model, backbone.dim, _count_positions(config), checkpointing=recomputes)
+
+
+def _count_positions(config: SlotContrastConfig) -> int:
+    """Return the number of patches of a frame."""
+    patch = config.model.patch if config.model.backbone == "filters" else DINO_PATCH
+    return divide_side(config.data.image_size, patch, PATCHES_TILE) ** 2
 
 
 def build_backbone(config: SlotContrastConfig) -> FrozenPart:
@@ -422,14 +411,8 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
 
 def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
     """Build the trained modules of SlotContrast with words."""
-
-    def make(size: SlotContrastSize) -> SlotContrastWords:
-        recomputes = config.train.activation_checkpointing
-        return SlotContrastWords(size, config.model, config.data.image_size, checkpointing=recomputes)
-
-    model = build_model(config, backbone, make=make)
-    assert isinstance(model, SlotContrastWords)
-    return model
+    side, recomputes = config.data.image_size, config.train.activation_checkpointing
+    return SlotContrastWords(config.model, backbone.dim, _count_positions(config), side, checkpointing=recomputes)
 
 
 # Keys are int32, so that the hash in dvae.py stays in 32-bit arithmetic on the device.
