@@ -11,9 +11,9 @@ from torch import Tensor
 from golden import assert_golden, golden, group
 from halfstep.recompute import set_recompute
 from halfstep_train.models.posterior import draw_latent
+from halfstep_train.workloads.radio.config import PyramidConfig, RadioDiffModelConfig
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
 from halfstep_train.workloads.radio.names import rename_unet_weights
-from halfstep_train.workloads.radio.swin import SwinPyramid
 from halfstep_train.workloads.radio.unet import (
     ChannelNorm,
     FourierFilter,
@@ -30,21 +30,20 @@ from halfstep_train.workloads.radio.vae import RadioVAE
 
 
 def tiny(size: tuple[int, int] = (16, 16)) -> RadioUNet:
-    swin = SwinPyramid(dim=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
-    return RadioUNet(swin, dim=8, multipliers=(1, 2), latent_size=size, dropout=0.0)
+    pyramid = PyramidConfig(width=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
+    settings = RadioDiffModelConfig(pyramid=pyramid, width=8, multipliers=(1, 2), windows=((8, 8), (4, 4)), dropout=0.0)
+    return RadioUNet(settings, channels=3, latent_size=size)
 
 
 def golden_unet() -> tuple[RadioUNet, dict[str, Tensor], dict[str, object]]:
     tensors, facts = golden("radiodiff_tiny")
     sizes = facts["config"]["unet"]
-    unet = RadioUNet(
-        SwinPyramid(depths=(0, 0, 0, 0)),  # the features are given
-        dim=sizes["dim"],
-        multipliers=sizes["dim_mults"],
-        latent_size=(facts["config"]["latent"],) * 2,
-        windows=(sizes["window_sizes1"], sizes["window_sizes2"]),
-        dropout=0.0,
-    )
+    # The features are given.
+    pyramid = PyramidConfig().model_copy(update={"depths": (0, 0, 0, 0)})
+    assert sizes["window_sizes1"] == sizes["window_sizes2"]
+    changes = {"width": sizes["dim"], "multipliers": sizes["dim_mults"], "windows": sizes["window_sizes1"]}
+    settings = RadioDiffModelConfig().model_copy(update={**changes, "pyramid": pyramid, "dropout": 0.0})
+    unet = RadioUNet(settings, channels=3, latent_size=(facts["config"]["latent"],) * 2)
     missing, unknown = unet.load_state_dict(rename_unet_weights(group(tensors, "state/")), strict=False)
     assert not unknown
     assert all(name.startswith("condition.") for name in missing)
@@ -209,7 +208,7 @@ def test_positions_are_sines_of_rows_then_columns() -> None:
 
 
 def test_windows_that_do_not_divide_the_map_are_padded() -> None:
-    layer = WindowMeanAttention(8, ((4, 4), (2, 2)), 0.0)
+    layer = WindowMeanAttention(8, (4, 4), 0.0)
     found = layer(torch.randn(1, 8, 7, 5), torch.randn(1, 8, 9, 6))
     assert found.shape == (1, 8, 9, 6)
 
@@ -259,8 +258,9 @@ def test_recomputing_changes_neither_gradients_nor_statistics(how: str) -> None:
 
 @pytest.mark.slow
 def test_the_whole_network_is_one_graph_for_the_compiler() -> None:
-    swin = SwinPyramid(dim=8, depths=(1,), num_heads=(1,), window=4)
-    unet = RadioUNet(swin, dim=8, multipliers=(1,), latent_size=(4, 4)).eval()
+    pyramid = PyramidConfig(width=8, depths=(1,), num_heads=(1,), window=4)
+    settings = RadioDiffModelConfig(pyramid=pyramid, width=8, multipliers=(1,), windows=((8, 8),))
+    unet = RadioUNet(settings, channels=3, latent_size=(4, 4)).eval()
     x, time, image = torch.randn(1, 3, 4, 4), torch.tensor([0.5]), torch.randn(1, 3, 16, 16)
     traced = torch.compile(unet, backend="eager", fullgraph=True)
     with torch.no_grad():

@@ -39,7 +39,7 @@ from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain
 from halfstep_train.workloads.radio.names import rename_unet_weights
 from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
-from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
+from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock
 from halfstep_train.workloads.radio.unet import LinearAttention, RadioUNet, Relation, TimedBlock
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
@@ -128,24 +128,7 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
     settings, reduction = config.model, get_reduction(store["sizes"])
     channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
     divide_side(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1), LEVELS_HALVE)
-    pyramid = SwinPyramid(
-        dim=settings.pyramid.width,
-        depths=settings.pyramid.depths,
-        num_heads=settings.pyramid.num_heads,
-        window=settings.pyramid.window,
-        patch=reduction,
-        stochastic_depth=settings.pyramid.stochastic_depth,
-    )
-    unet = RadioUNet(
-        pyramid,
-        channels=channels,
-        dim=settings.width,
-        multipliers=settings.multipliers,
-        latent_size=(side, side),
-        windows=(settings.windows, settings.windows),
-        fourier_scale=settings.fourier_scale,
-        dropout=settings.dropout,
-    )
+    unet = RadioUNet(settings, channels=channels, latent_size=(side, side), patch=reduction)
     set_recompute(unet, "blocks" if config.train.activation_checkpointing else "none")
     return unet
 

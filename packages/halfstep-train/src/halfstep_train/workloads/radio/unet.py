@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from halfstep.islands import fp32_island, in_fp32
 from halfstep.recompute import Recomputing, choose_block_runner
 from halfstep_train.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
+from halfstep_train.workloads.radio.config import RadioDiffModelConfig
 from halfstep_train.workloads.radio.swin import SwinPyramid
 
 EPSILON = 1e-5
@@ -223,12 +224,10 @@ RELATION_HEADS = 8
 class Relation(nn.Module):
     """Project condition and features, and combine them by attention."""
 
-    def __init__(
-        self, condition_dim: int, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float
-    ) -> None:
+    def __init__(self, condition_dim: int, dim: int, window: tuple[int, int], dropout: float) -> None:
         super().__init__()
         self.input_conv1, self.input_conv2 = _make_normed_conv(condition_dim, dim), _make_normed_conv(dim, dim)
-        self.attention = WindowMeanAttention(dim, windows, dropout)
+        self.attention = WindowMeanAttention(dim, window, dropout)
 
     def forward(self, condition: Tensor, features: Tensor) -> Tensor:
         return self.attention(self.input_conv1(condition), self.input_conv2(features))
@@ -243,9 +242,9 @@ class WindowMeanAttention(nn.Module):
     the size of the features.
     """
 
-    def __init__(self, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float) -> None:
+    def __init__(self, dim: int, window: tuple[int, int], dropout: float) -> None:
         super().__init__()
-        self.windows = tuple((rows, columns) for rows, columns in windows)
+        self.window = window
         self.q_lin, self.k_lin, self.v_lin = (nn.Linear(dim, dim) for _ in range(3))
         self.mlp = Mlp(dim, 2 * dim, dropout)
         self.concat_conv, self.out_conv = nn.Conv2d(2 * dim, dim, 1), nn.Conv2d(dim, dim, 1)
@@ -257,8 +256,8 @@ class WindowMeanAttention(nn.Module):
         # The shortcut sees the condition at full resolution; attention only its window means.
         both = torch.cat([_resize(condition, size), features], dim=1)
         shortcut = self.gn(features + self.concat_conv(both))
-        means = _average_windows(condition, self.windows[0])
-        means = means + self._attend(means, _average_windows(features, self.windows[1]))
+        means = _average_windows(condition, self.window)
+        means = means + self._attend(means, _average_windows(features, self.window))
         means = means + self.mlp(means)
         return shortcut + self.out_conv(_resize(means, size))
 
@@ -325,10 +324,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-Windows = Sequence[Sequence[int]]
-WINDOWS = ((8, 8), (4, 4), (2, 2), (1, 1))
-
-
 class Level(nn.Module):
     """Modules of one level: block, relation to the condition, block, attention, convolution to the next level."""
 
@@ -351,7 +346,7 @@ class DenoisingDecoder(Recomputing):
         dims: Sequence[int],
         out_channels: int,
         size: tuple[int, int],
-        windows: tuple[Windows, Windows],
+        windows: Sequence[tuple[int, int]],
         dropout: float,
     ) -> None:
         super().__init__()
@@ -362,7 +357,7 @@ class DenoisingDecoder(Recomputing):
         self.levels = nn.ModuleList(
             Level(
                 TimedBlock(dims[i + 1] + dims[i], dims[i + 1], time_dim),
-                Relation(dims[i], dims[i + 1], (windows[0][i], windows[1][i]), dropout),
+                Relation(dims[i], dims[i + 1], windows[i], dropout),
                 TimedBlock(dims[i + 1] + dims[i], dims[i + 1], time_dim),
                 _make_up(dims[i + 1], dims[i], doubles=i > 0),
                 dims[i + 1],
@@ -400,33 +395,25 @@ class RadioUNet(Recomputing):
     """Predict C and noise, both in fp32, from the noisy latent, the time, and the condition as a full-size image."""
 
     def __init__(
-        self,
-        condition: SwinPyramid,
-        *,
-        channels: int = 3,
-        dim: int = 128,
-        multipliers: Sequence[int] = (1, 2, 4, 4),
-        latent_size: Sequence[int] = (64, 64),
-        windows: tuple[Windows, Windows] = (WINDOWS, WINDOWS),
-        fourier_scale: float = 16.0,
-        dropout: float = 0.1,
+        self, settings: RadioDiffModelConfig, *, channels: int, latent_size: Sequence[int], patch: int = 4
     ) -> None:
+        """Build the layers; `patch` is the side of the Swin transformer's patches."""
         super().__init__()
-        dims, time_dim = [dim, *(dim * factor for factor in multipliers)], 4 * dim
-        num_levels = len(multipliers)
-        assert len(condition.widths) == num_levels, "one condition map for each level"
-        self.condition = condition
+        dim, windows, dropout = settings.width, settings.windows, settings.dropout
+        dims, time_dim = [dim, *(dim * factor for factor in settings.multipliers)], 4 * dim
+        num_levels = len(settings.multipliers)
+        self.condition = condition = SwinPyramid(settings.pyramid, patch=patch)
         self.stem = nn.Sequential(
             nn.Conv2d(channels + condition.widths[0], dim, 7, padding=3), nn.GroupNorm(min(dim // 4, 8), dim)
         )
         self.projections = nn.ModuleList(
             nn.Conv2d(width, level_dim, 1) for width, level_dim in zip(condition.widths, dims, strict=False)
         )
-        self.time = TimeEmbedding(dim, fourier_scale)
+        self.time = TimeEmbedding(dim, settings.fourier_scale)
         self.levels = nn.ModuleList(
             Level(
                 TimedBlock(dims[i], dims[i], time_dim),
-                Relation(dims[i], dims[i], (windows[0][i], windows[1][i]), dropout),
+                Relation(dims[i], dims[i], windows[i], dropout),
                 TimedBlock(dims[i], dims[i], time_dim),
                 _make_down(dims[i], dims[i + 1], halves=i < num_levels - 1),
                 dims[i],
