@@ -35,6 +35,7 @@ from halfstep_train.workloads.diffusion.noise_schedule import (
     list_bucket_names,
     list_bucket_starts,
 )
+from halfstep_train.workloads.diffusion.predict import set_sampling
 from halfstep_train.workloads.diffusion.sampling import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents
@@ -109,7 +110,7 @@ class Oracle:
 def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: str, name: str) -> None:
     config: Any = settings("diffusion", "x", noise__schedule=name, noise__beta_end=0.1, model__target=target).config
     image = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    scheduler = make_scheduler(sampler, config, clips=True)  # type: ignore[arg-type]
+    scheduler = make_scheduler(set_sampling(config, {"sampler": sampler}), clips=True)
     start = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     found, path = run_sampler(
         Oracle(image, compute_alpha_bar(config.noise), target), scheduler, start, steps=10, kept=4
@@ -123,7 +124,7 @@ def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: 
 def test_an_unknown_sampler_and_more_steps_than_timesteps_are_refused() -> None:
     config: Any = settings("diffusion", "x").config
     with pytest.raises(ConfigError, match="'euler'") as refused:
-        make_scheduler("euler", config, clips=True)  # type: ignore[arg-type]
+        set_sampling(config, {"sampler": "euler"})
     assert refused.value.fix == "ddim or dpm"
     with pytest.raises(ConfigError, match="101 sampling steps"):
         check_steps(101, config)
@@ -209,7 +210,7 @@ def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tu
     config = settings("diffusion", data, precision__simulate=simulated).config
     samples = make_square_samples(open_diffusion_data(config.data).train, 8)  # type: ignore[arg-type]
     vae = open_net(folder, ["AutoencoderKL"]).requires_grad_(False).eval()
-    choice = choose_vae_format(vae, CODEC.decode_means, lambda: pick_images(samples), CPU, asked, config.precision)
+    choice = choose_vae_format(config, vae, CODEC.decode_means, lambda: pick_images(samples), asked)
     return choice.name, choice.why
 
 

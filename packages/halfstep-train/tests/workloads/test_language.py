@@ -373,7 +373,5 @@ def test_what_is_written_goes_on_after_the_prompt_with_the_space_between() -> No
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model = build_gpt2("gpt2", depth=1, heads=1, dim=8, context=8, vocab=2).eval()
     with torch.no_grad():
-        more = continue_text(
-            model, Bpe(words.to_str()), "a b", num_tokens=3, sampling=Sampling(), device=torch.device("cpu")
-        )
+        more = continue_text(model, Bpe(words.to_str()), "a b", num_tokens=3, sampling=Sampling())
     assert re.fullmatch("( [ab]){3}", more)

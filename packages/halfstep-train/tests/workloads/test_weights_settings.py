@@ -15,6 +15,7 @@ from halfstep.errors import ConfigError
 from halfstep_train.config.load import Loaded
 from halfstep_train.run.train import train
 from halfstep_train.workloads import build, load
+from halfstep_train.workloads.diffusion.config import DiffusionModelConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import build_net, make_unet_config
 from halfstep_train.workloads.diffusion.networks import adopt_settings
 
@@ -26,6 +27,8 @@ THEIRS: dict[str, Any] = {
     "prediction_type": "v_prediction",
 }
 
+UNET = DiffusionModelConfig(channels=(8, 8), layers=1, attention=())
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,8 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline(folder: Path, channels: int = 3, **scheduler: Any) -> Path:
-    size = {"sample_size": 8, "sample_channels": channels, "channels": (8, 8), "layers": 1}
-    unet = build_net(make_unet_config(**size, attention=[], attention_head_dim=8))
+    unet = build_net(make_unet_config(UNET, (channels, 8, 8)))
     DDPMPipeline(unet, DDPMScheduler(**THEIRS | scheduler)).save_pretrained(folder)
     return folder
 
@@ -130,7 +132,6 @@ def test_a_process_that_is_not_supported_is_refused_unless_the_unet_is_named(
 def test_a_unet_that_learns_or_is_told_more_is_refused(
     data: Path, tmp_path: Path, form: dict[str, Any], said: str
 ) -> None:
-    size = {"sample_size": 8, "sample_channels": 3, "channels": (8, 8), "layers": 1}
-    build_net(make_unet_config(**size, attention=[], attention_head_dim=8) | form).save_pretrained(tmp_path / "unet")
+    build_net(make_unet_config(UNET, (3, 8, 8)) | form).save_pretrained(tmp_path / "unet")
     with pytest.raises(ConfigError, match=said):
         build(asked(data, tmp_path / "unet").config)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.islands import fp32_island
-from halfstep_train.config.schema import PrecisionConfig, RunConfig
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_or_write
 from halfstep_train.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
@@ -57,14 +57,11 @@ def pick_training_device(config: RunConfig) -> torch.device:
 
 
 def choose_vae_format(
-    vae: Any,
-    trip: RoundTrip,
-    images: Callable[[], Tensor],
-    device: torch.device,
-    requested: str,
-    precision: PrecisionConfig,
+    config: RunConfig, vae: Any, trip: RoundTrip, images: Callable[[], Tensor], requested: str
 ) -> FormatChoice:
-    """Choose the format for `precision.modules: {vae: requested}` by trying real samples; refuse one that overflows."""
+    """Choose the format for `precision.modules: {vae: requested}` by trying real samples on the device that will train;
+    refuse one that overflows."""
+    precision, device = config.precision, pick_training_device(config)
     # TF32 is one switch for the whole process: a run that uses it cannot keep one module in fp32.
     whole = "tf32" if precision.default == "tf32" else "fp32"
     if requested not in ("auto", *HALF):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -153,12 +153,16 @@ class DiffusionModelConfig(UNetSize):
         return self
 
 
+Sampler = Literal["ddim", "dpm"]
+SAMPLERS: tuple[str, ...] = get_args(Sampler)
+
+
 class SampleConfig(Section):
     """Samples that are drawn during training; `halfstep predict` has options of the same names."""
 
     num: PositiveCount = Field(default=16, description="Number of images in the grid")
     steps: PositiveCount = Field(default=50, description="Sampling steps")
-    sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
+    sampler: Sampler = Field(default="ddim", description="DDIM or DPM-Solver++")
     guidance: Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)] = Field(
         default=3.0, description="Classifier-free guidance scale of conditional models; 1: none"
     )

@@ -21,7 +21,6 @@ from halfstep_train.workloads.base.frozen_vae import (
     describe_pack,
     describe_resume,
     hash_weights,
-    pick_training_device,
     refuse_uncached,
 )
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
@@ -122,11 +121,7 @@ def choose_format(config: DiffusionConfig, data: DiffusionData, parts: Diffusion
     if requested is None and default in ("fp32", "tf32"):
         return FormatChoice(name=default, why="the format of the run")
     samples = make_square_samples(data.train, config.data.image_size)
-    # Formats are compared by a round trip through the VAE, on the device that will train.
-    device, trip = pick_training_device(config), CODEC.decode_means
-    return choose_vae_format(
-        parts.vae, trip, lambda: pick_images(samples), device, requested or "auto", config.precision
-    )
+    return choose_vae_format(config, parts.vae, CODEC.decode_means, lambda: pick_images(samples), requested or "auto")
 
 
 def _open_cached(

@@ -94,16 +94,9 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
-        given = {"channels", "layers", "attention", "attention_head_dim", "dropout"}
-        model = build_net(
-            make_unet_config(
-                **config.model.model_dump(include=given),
-                sample_size=parts.shape[1],
-                sample_channels=parts.shape[0],
-                num_classes=parts.conditions.num_classes,
-                text_dim=parts.conditions.text_dim,
-            )
-        )
+        conditions = parts.conditions
+        sizes = {"num_classes": conditions.num_classes, "text_dim": conditions.text_dim}
+        model = build_net(make_unet_config(config.model, parts.shape, **sizes))
     vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
     divide_side(config.data.image_size, 2 ** (vae_halvings + count_halvings(model.config)), LEVELS_HALVE)
     if config.train.activation_checkpointing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,32 +41,20 @@ class ImageSampler:
         decode."""
 
     def make_images(
-        self,
-        model: nn.Module,
-        key: tuple[int, ...],
-        num: int,
-        *,
-        conditions: Batch | None = None,
-        steps: int | None = None,
-        sampler: Sampler | None = None,
-        guidance: float | None = None,
-        kept: int = 0,
+        self, model: nn.Module, key: tuple[int, ...], num: int, *, conditions: Batch | None = None, kept: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
         """Return images as bytes (N, H, W, 3), and `kept` intermediate states.
 
-        Defaults come from the config. By default samples cycle through the classes, and captions are empty.
+        By default samples cycle through the classes, and captions are empty.
         """
         settings, device = self.config.sample, next(model.parameters()).device
-        steps, guidance = steps or settings.steps, settings.guidance if guidance is None else guidance
-        check_steps(steps, self.config)
+        check_steps(settings.steps, self.config)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
         # Pixels are in -1..1; latents have no such limits.
-        clips = self.parts.vae is None
-        scheduler = make_scheduler(sampler or settings.sampler, self.config, clips=clips)
-        denoise = make_guided_denoiser(
-            model, self.parts.conditions, conditions or self._make_default_conditions(num, device), guidance
-        )
-        found, path = run_sampler(denoise, scheduler, start, steps, kept)
+        scheduler = make_scheduler(self.config, clips=self.parts.vae is None)
+        given = conditions or self._make_default_conditions(num, device)
+        denoise = make_guided_denoiser(model, self.parts.conditions, given, settings.guidance)
+        found, path = run_sampler(denoise, scheduler, start, settings.steps, kept)
         return self._decode_to_bytes(found), [self._decode_to_bytes(state[:PATH_IMAGES]) for state in path]
 
     def draw_sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
@@ -100,17 +88,14 @@ class ImageSampler:
         return images
 
 
-Sampler = Literal["ddim", "dpm"]
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t, timestep as a 0-dim tensor) -> prediction."""
 
 
-def make_scheduler(name: Sampler, config: DiffusionConfig, *, clips: bool) -> Any:
+def make_scheduler(config: DiffusionConfig, *, clips: bool) -> Any:
     """Return a diffusers scheduler; `clips` limits predictions to -1..1, which is correct for pixels only."""
-    if name not in get_args(Sampler):
-        raise ConfigError(f"unknown sampler {name!r}", fix=" or ".join(get_args(Sampler)))
     shared = make_scheduler_config(config.noise, config.model.target)
-    if name == "ddim":
+    if config.sample.sampler == "ddim":
         return import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
     return import_diffusers_class("DPMSolverMultistepScheduler")(**shared, algorithm_type="dpmsolver++")
 

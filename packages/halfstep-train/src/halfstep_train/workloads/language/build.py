@@ -94,18 +94,11 @@ def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
 
     def sample(model: nn.Module, key: Key) -> dict[str, str]:
         assert isinstance(model, GPT2)
-        device = model.transformer.wte.weight.device
-        return {
-            f"text_{seed}": continue_text(
-                model,
-                tokenizer,
-                "",
-                num_tokens=SAMPLE_TOKENS,
-                sampling=Sampling(temperature=0.8, seed=seed),
-                device=device,
-            )
-            for seed in range(2)
-        }
+        found = {}
+        for seed in range(2):
+            sampling = Sampling(temperature=0.8, seed=seed)
+            found[f"text_{seed}"] = continue_text(model, tokenizer, "", num_tokens=SAMPLE_TOKENS, sampling=sampling)
+        return found
 
     return sample
 

@@ -271,9 +271,8 @@ def _compute_chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, voc
     return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
 
 
-def get_size(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
+def get_size(name: str, **given: int) -> GPT2Size:
     """Return the published size of a model; numbers above 0 replace the published ones."""
-    given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     return replace(GPT2S[name], **{part: value for part, value in given.items() if value})
 
 

@@ -44,13 +44,6 @@ class Writer:
             settings = {name: options[name] for name in ("temperature", "top_k", "top_p")}
             sampling = Sampling(**settings, seed=options["seed"] + number)
             with trained.inference():
-                continuation = continue_text(
-                    model,
-                    self.tokenizer,
-                    prompt,
-                    num_tokens=options["tokens"],
-                    sampling=sampling,
-                    device=trained.device,
-                )
-            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + continuation}
-            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + continuation})
+                new = continue_text(model, self.tokenizer, prompt, num_tokens=options["tokens"], sampling=sampling)
+            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + new}
+            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + new})

@@ -19,7 +19,7 @@ from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
-from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format, pick_training_device
+from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio import build_vae
@@ -103,17 +103,14 @@ def _choose_format(
 
     Return settings that follow from the choice, and lines for the run's header.
     """
-    modules, device = config.precision.modules, pick_training_device(config)
+    modules = config.precision.modules
     if "vae" not in modules:
         return {}, ()
-    choice = choose_vae_format(
-        vae,
-        CODEC.decode_means,
-        lambda: torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
-        device,
-        modules["vae"],
-        config.precision,
-    )
+
+    def read_images() -> Tensor:
+        return torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold)))
+
+    choice = choose_vae_format(config, vae, CODEC.decode_means, read_images, modules["vae"])
     settled = {"precision.modules": {**modules, "vae": choice.name}}
     return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
 
