@@ -211,11 +211,6 @@ class DiffusersCodec(Codec):
 CODEC = DiffusersCodec()
 
 
-def scale_latents(vae: Net, latents: Tensor) -> Tensor:
-    """Shift and scale latents of the VAE to those of the U-Net."""
-    return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-
-
 def decode_scaled(vae: Net, latents: Tensor) -> Tensor:
     """Decode latents of the U-Net to images (N, 3, H, W) in -1..1, in fp32."""
     shift = vae.config.shift_factor or 0.0

@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -125,21 +124,16 @@ def measure_distances(
     subset = min(LARGEST_SUBSET, len(real), len(made))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # KID warns that it stores all features
-        meters: dict[str, Any] = {
-            "fid": FrechetInceptionDistance(feature=features, normalize=False),
-            "kid": KernelInceptionDistance(feature=features, subsets=NUM_SUBSETS, subset_size=subset),
-        }
-    for name, meter in meters.items():
-        meter.to(device)
-        if name == "fid":
-            meter.set_dtype(torch.float64)
+        fid = FrechetInceptionDistance(feature=features, normalize=False).to(device).set_dtype(torch.float64)
+        kid = KernelInceptionDistance(feature=features, subsets=NUM_SUBSETS, subset_size=subset).to(device)
+    for meter in (fid, kid):
         for pictures, is_real in ((real, True), (made, False)):
             for part in pictures.split(size):
                 meter.update(part.permute(0, 3, 1, 2).to(device), real=is_real)
     with torch.random.fork_rng(devices=[]):  # KID draws subsets from the global generator
         torch.manual_seed(0)
-        mean, deviation = meters["kid"].compute()
-    return {"fid": float(meters["fid"].compute()), "kid": float(mean), "kid_std": float(deviation)}
+        mean, deviation = kid.compute()
+    return {"fid": float(fid.compute()), "kid": float(mean), "kid_std": float(deviation)}
 
 
 def open_features(path: Path, device: torch.device) -> nn.Module:

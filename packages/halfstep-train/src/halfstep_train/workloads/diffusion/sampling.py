@@ -21,7 +21,7 @@ from halfstep_train.workloads.base.sheets import Array, arrange_grid
 from halfstep_train.workloads.base.workload import Batch
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.data import to_bytes
-from halfstep_train.workloads.diffusion.diffusers_nets import decode_scaled, import_diffusers_class, scale_latents
+from halfstep_train.workloads.diffusion.diffusers_nets import decode_scaled, import_diffusers_class
 from halfstep_train.workloads.diffusion.networks import Conditions, DiffusionParts
 from halfstep_train.workloads.diffusion.noise_schedule import make_scheduler_config
 
@@ -69,7 +69,7 @@ class ImageSampler:
         """Decode the means of cached latents to image bytes."""
         vae = self.parts.vae
         assert vae is not None
-        return self._decode_to_bytes(scale_latents(vae, means.float()))
+        return self._decode_to_bytes((means.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
 
     def _make_default_conditions(self, num: int, device: torch.device) -> Batch:
         batch = self.parts.conditions.make_empty(num, device)

@@ -89,18 +89,13 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
         names = list_some((path.relative_to(root).as_posix() for path in texts.unread), 3)
         notes = (*notes, f"not read: {format_count(len(texts.unread), 'other file')}: {names}")
     location = f"cached in {path}" if config.cache else "in memory"
+    text = f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}"
     return LanguageData(
         train=train,
         val=val,
         vocab=tokenizer.num_tokens,
         tokenizer=tokenizer,
-        about=(
-            (
-                "text",
-                f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}",
-            ),
-            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}"),
-        ),
+        about=(("text", text), ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}")),
         notes=notes,
     )
 
@@ -131,10 +126,7 @@ def _open_ids(
         val=val,
         vocab=vocab,
         tokenizer=tokenizer,
-        about=(
-            ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
-            ("tokenizer", named),
-        ),
+        about=(("token ids", f"{num_files}, {_describe_sizes(train, val)}"), ("tokenizer", named)),
         notes=() if files[1] else (f"there is no validation: data.dir={root} contains no .bin with `val` in its name",),
     )
 
