@@ -11,7 +11,7 @@ from torch import Tensor
 from golden import assert_golden, golden, group
 from halfstep.recompute import set_recompute
 from halfstep_train.models.posterior import draw_latent
-from halfstep_train.workloads.radio.config import PyramidConfig, RadioDiffModelConfig
+from halfstep_train.workloads.radio.config import FirstStageConfig, PyramidConfig, RadioDiffModelConfig
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
 from halfstep_train.workloads.radio.names import rename_unet_weights
 from halfstep_train.workloads.radio.unet import (
@@ -53,7 +53,9 @@ def golden_unet() -> tuple[RadioUNet, dict[str, Tensor], dict[str, object]]:
 def golden_vae() -> RadioVAE:
     tensors, facts = golden("radiodiff_vae_tiny")
     sizes = facts["config"]["ddconfig"]
-    vae = RadioVAE(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    vae = RadioVAE(
+        FirstStageConfig(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    )
     vae.load_state_dict(group(tensors, "state/"))
     return vae.eval()
 

@@ -6,6 +6,7 @@ import torch
 
 from golden import assert_golden, golden, group
 from halfstep_train.models.posterior import draw_latent, kl_divergence
+from halfstep_train.workloads.radio.config import FirstStageConfig
 from halfstep_train.workloads.radio.names import drop_loss_weights
 from halfstep_train.workloads.radio.vae import RadioVAE
 
@@ -16,7 +17,9 @@ VAE_TOLERANCE = 5e-5
 def test_golden_moments_reconstruction_and_gradients() -> None:
     tensors, facts = golden("radiodiff_vae_tiny")
     sizes = facts["config"]["ddconfig"]
-    vae = RadioVAE(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    vae = RadioVAE(
+        FirstStageConfig(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    )
     vae.load_state_dict(drop_loss_weights(group(tensors, "state/")))
     image, expected = tensors["in/image"], group(tensors, "out/")
 
@@ -56,9 +59,8 @@ def test_golden_moments_reconstruction_and_gradients() -> None:
 
 
 def test_a_latent_is_a_quarter_of_the_map_and_odd_widths_have_their_groups() -> None:
-    vae = RadioVAE(width=12, multipliers=(1, 2, 4), num_blocks=1)
+    vae = RadioVAE(FirstStageConfig(width=12, multipliers=(1, 2, 4), num_blocks=1))
     maps = torch.randn(2, 1, 24, 16)
     found = vae(maps, torch.zeros(2, 3, 6, 4))
     assert found["image"].shape == maps.shape
     assert found["latent"].shape == (2, 3, 6, 4)
-    assert vae.reduction == 4

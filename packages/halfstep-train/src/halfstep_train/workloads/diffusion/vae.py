@@ -96,18 +96,13 @@ class PictureVaeTrainer(VaeTrainer):
     def __init__(self, config: VaeConfig, vae: Net) -> None:
         settings = config.model
         pixels = 3.0 * config.data.image_size**2
+        # Both losses are means: multiplied by the number of pixels, their gradients stay within the range of fp16.
+        critic = Critic(start=settings.gan_from_step, weight=settings.gan_weight, scales=(pixels, pixels))
         super().__init__(
             phase="vae",
             latent_shape=get_latent_shape(vae, config.data.image_size),
             kl_weight=settings.kl_weight,
-            # Both losses are means: multiplied by the number of pixels, their gradients stay within the range of fp16.
-            critic=Critic(
-                start=settings.gan_from_step,
-                weight=settings.gan_weight,
-                scales=(pixels, pixels),
-            )
-            if settings.gan_weight
-            else None,
+            critic=critic if settings.gan_weight else None,
         )
         self.settings, self.flip = settings, config.data.flip
         self.vgg: VggDistance | None = None

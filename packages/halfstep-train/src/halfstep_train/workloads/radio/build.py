@@ -23,7 +23,12 @@ from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_for
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio import build_vae
-from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
+from halfstep_train.workloads.radio.config import (
+    FirstStageConfig,
+    RadioDiffConfig,
+    RadioDiffModelConfig,
+    RadioVaeConfig,
+)
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
@@ -275,5 +280,5 @@ def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Wor
     if isinstance(config, RadioVaeConfig):
         return build_vae.make_workload(config, build_vae.build_model(config), data)
     store = {**make_random_store(config), **store}
-    vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
+    vae = FrozenPart(module=RadioVAE(FirstStageConfig(**store["sizes"])).eval())
     return make_workload(config, store, build_unet(config, store), vae, data)

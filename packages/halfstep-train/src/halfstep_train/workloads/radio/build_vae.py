@@ -23,7 +23,7 @@ from halfstep_train.models.patch_gan import build_discriminator
 from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.radio.config import RadioVaeConfig
+from halfstep_train.workloads.radio.config import FirstStageConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_MAPS,
     dump_sizes,
@@ -58,7 +58,7 @@ def build_model(config: RadioVaeConfig) -> VaeNet:
     """Build the autoencoder and, if it takes part in training, its discriminator."""
     sizes = dump_sizes(config.model.first_stage)
     divide_side(config.data.image_size, get_reduction(sizes), LEVELS_HALVE)
-    vae, critic = RadioVAE(**sizes), None
+    vae, critic = RadioVAE(config.model.first_stage), None
     if has_critic(config):
         critic = build_discriminator(config.data.image_size, image_channels=1)
     model = VaeNet(vae, CODEC, critic)
@@ -109,15 +109,14 @@ class MapVaeTrainer(VaeTrainer):
 
     def __init__(self, config: RadioVaeConfig) -> None:
         side, settings = config.data.image_size, config.model.discriminator
+        # The reconstruction loss is a sum over side² pixels, the adversarial one a mean: these scales bring both
+        # gradients into the range of fp16.
+        critic = Critic(start=settings.start, weight=settings.weight, scales=(1 / side, float(side)))
         super().__init__(
             phase="autoencoder",
             latent_shape=get_latent_shape(dump_sizes(config.model.first_stage), side),
             kl_weight=config.model.kl_weight,
-            # The reconstruction loss is a sum over side² pixels, the adversarial one a mean: these scales bring both
-            # gradients into the range of fp16.
-            critic=Critic(start=settings.start, weight=settings.weight, scales=(1 / side, float(side)))
-            if has_critic(config)
-            else None,
+            critic=critic if has_critic(config) else None,
         )
         self.threshold = config.data.threshold
 
@@ -153,7 +152,7 @@ def export(
     """Export the autoencoder with its sizes and latent scale, for stage 2."""
     weights, maps = take(weights, "vae.", torch.float32), find_data(config).train
     with torch.device("meta"):
-        vae = RadioVAE(**store["sizes"]).eval()
+        vae = RadioVAE(FirstStageConfig(**store["sizes"])).eval()
     with stream_weights(vae, weights, device):
         scale = measure_scale(
             vae, maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device

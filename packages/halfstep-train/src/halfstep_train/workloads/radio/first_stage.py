@@ -93,7 +93,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
     else:
         # A bare file has no sizes: the config gives them, and the scale is measured from the data.
         facts = {"sizes": dump_sizes(config.model.first_stage), "scale_factor": None}
-    vae = RadioVAE(**facts["sizes"])
+    vae = RadioVAE(FirstStageConfig(**facts["sizes"]))
     load_vae_(vae, str(path))
     return FirstStage(
         vae=vae.eval(), source=str(path.resolve()), sizes=facts["sizes"], scale_factor=facts["scale_factor"]

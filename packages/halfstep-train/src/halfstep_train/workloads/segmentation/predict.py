@@ -69,18 +69,13 @@ class MaskPredictor:
         overlay = draw_overlay(image, classes, background=find_background(self.config, self.table))
         picture = save_picture(overlay, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
+        files = {"mask": str(mask), "overlay": str(picture)}
+        listed = ", ".join(f"{value}: {share:.1%}" for value, share in shares.items())
         return Answer(
             file=str(item.path),
-            found={"mask": str(mask), "overlay": str(picture), "shares": shares},
-            cells={
-                "mask": str(mask),
-                "overlay": str(picture),
-                **{f"share of {value}": share for value, share in shares.items()},
-            },
-            brief={
-                "mask": str(mask),
-                "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
-            },
+            found={**files, "shares": shares},
+            cells={**files, **{f"share of {value}": share for value, share in shares.items()}},
+            brief={"mask": str(mask), "share of each mask value": listed},
         )
 
 

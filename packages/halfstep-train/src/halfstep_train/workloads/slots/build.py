@@ -66,15 +66,14 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         load_weights_file_(model, config.model.weights, rename_upstream)
     metric, scoring = _choose_scoring(config, clips.store)
     plain = make_workload(config, model, backbone, clips.train, clips.val, clips.store)
+    contrasted = "validation loss: it depends on the number of slots that each slot is contrasted with"
     return replace(
         plain,
         metric=metric,
         mode="min" if metric == "loss" else "max",
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
-        by_batch=("validation loss: it depends on the number of slots that each slot is contrasted with",)
-        if config.model.contrast_weight
-        else (),
+        by_batch=(contrasted,) if config.model.contrast_weight else (),
         notes=(*_describe_surprises(config, clips), *clips.notes),
         val_names=clips.val.list_names(),
         about=clips.about,
