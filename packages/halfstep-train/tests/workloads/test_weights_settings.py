@@ -79,14 +79,9 @@ def test_pictures_of_another_size_are_what_a_pipeline_then_draws(data: Path, tmp
     assert image.size == (12, 12)
 
 
-def test_a_latent_model_is_not_trained_on_pixels_by_mistake(data: Path, tmp_path: Path) -> None:
-    """Latents of three channels look like pictures."""
+def test_the_size_of_a_latent_model_is_that_of_its_images(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     vae_folder(weights / "vqvae")
-    with pytest.raises(ConfigError, match="is a latent model") as refused:
-        adopt_settings(asked(data, weights).config)  # type: ignore[arg-type]
-    assert f"model.vae={weights}" in refused.value.fix
-    adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
     with_its_vae = asked(data, weights, model__vae=str(weights)).config
     assert adopt_settings(with_its_vae).config.data.image_size == 16  # type: ignore[arg-type]
 

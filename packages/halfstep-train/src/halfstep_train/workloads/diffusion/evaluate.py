@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, ModelError
+from halfstep.errors import ModelError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
 from halfstep_train.report.results import Cell
@@ -30,7 +30,6 @@ from halfstep_train.workloads.diffusion.data import to_bytes
 from halfstep_train.workloads.diffusion.sampling import ImageSampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics
 
-FEWEST_FOR_FID = 2
 LARGEST_SUBSET, NUM_SUBSETS = 100, 10
 """Subsets over which KID is averaged."""
 SHOWN = 8
@@ -88,11 +87,6 @@ class DiffusionEvaluation(PlainEvaluation):
         features = open_features(Path(options["features"]), trained.device)
         num = options["num"] or len(self.workload.val_samples)
         real = load_real_pictures(self.workload, sampler, trained.device)
-        if min(num, len(real)) < FEWEST_FOR_FID:
-            raise ConfigError(
-                f"FID cannot be computed from {min(num, len(real))} images",
-                fix=f"use at least {FEWEST_FOR_FID}: --num N",
-            )
         made = []
         with request.phase("Sampling", num) as bar, trained.inference():
             for start in range(0, num, size):

@@ -26,7 +26,6 @@ from halfstep_train.workloads.base.workload import Batch, FrozenPart
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import (
     IMAGE_CHANNELS,
-    OTHER_NAMES,
     TEXT_UNET,
     UNET,
     VAE,
@@ -294,7 +293,6 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
     if not config.model.weights:
         return AdoptedSettings(config=config)
     unet = find_net_folder(config.model.weights, "unet", "model.weights")
-    _refuse_latents_as_pixels(config, unet)
     schedule, notes = _read_schedule(config.model.weights, unet)
     adopted, settled = config, dict[str, Any]()
     for path, value in {**schedule, **_read_size(config, unet)}.items():
@@ -316,21 +314,6 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
         about=(("from the weights", text),) if text else (),
         notes=tuple(notes),
     )
-
-
-def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
-    """Refuse to train a latent U-Net on pixels: latents with three channels have the shape of an image.
-
-    Users who do want pixels name the folder of the U-Net instead of the pipeline.
-    """
-    weights, pipeline = Path(str(config.model.weights)).expanduser(), unet.parent
-    has_vae = any((pipeline / name / "config.json").is_file() for name in ("vae", *OTHER_NAMES["vae"]))
-    if has_vae and not config.model.vae and unet != weights:
-        raise ConfigError(
-            f"model.weights={weights} is a latent model, and model.vae is not set",
-            why="its U-Net was trained on latents, not on pixels",
-            fix=f"model.vae={weights}; to train it on pixels anyway: model.weights={unet}",
-        )
 
 
 def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:

@@ -214,12 +214,6 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits or, with targets, the loss; targets below 0 do not count."""
-        if tokens.shape[1] > self.size.context:  # the embedding's own error ends a CUDA process
-            raise ModelError(
-                f"{tokens.shape[1]} tokens for a model of context {self.size.context}",
-                why="it has position embeddings for that many tokens only",
-                fix="shorter texts, or a new model with a larger model.context",
-            )
         features = self.transformer(tokens)
         return self.compute_logits(features) if targets is None else self.compute_loss(features, targets)
 
