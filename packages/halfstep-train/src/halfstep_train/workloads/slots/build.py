@@ -103,7 +103,7 @@ def make_workload(
     )
 
 
-def build_model(config: SlotContrastConfig, backbone: nn.Module) -> SlotContrast:
+def build_model(config: SlotContrastConfig, backbone: Any) -> SlotContrast:
     """Build the trained modules."""
     recomputes = config.train.activation_checkpointing
     return SlotContrast(config.model, backbone.dim, _count_positions(config), checkpointing=recomputes)
@@ -408,7 +408,7 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
     )
 
 
-def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
+def build_words_model(config: WordsConfig, backbone: Any) -> SlotContrastWords:
     """Build the trained modules of SlotContrast with words."""
     side, recomputes = config.data.image_size, config.train.activation_checkpointing
     return SlotContrastWords(config.model, backbone.dim, _count_positions(config), side, checkpointing=recomputes)
