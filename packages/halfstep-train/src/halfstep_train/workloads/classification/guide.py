@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -28,12 +27,13 @@ class Guide(Guiding):
 
     def open(self, config: ClassifierConfig) -> OpenedData:
         data = open_image_data(config.data)
+        assert isinstance(data.train, TrainingFiles | TrainingImages)
         return OpenedData(
             train=data.train,
             val=data.val,
             store={"classes": list(data.classes)},
             classes=tuple(data.titles.get(name, name) for name in data.classes),
-            counts=_count_labels(data.train, len(data.classes)),
+            counts=tuple(torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()),
             notes=data.notes,
             sides=measure_sides(data.train),
         )
@@ -48,17 +48,6 @@ class Guide(Guiding):
         if side <= SMALL_SIDE and isinstance(config, ViTConfig):
             paths["model.patch"] = side // PATCHES_PER_SIDE
         return paths
-
-
-def _count_labels(train: Samples, num_classes: int) -> tuple[int, ...]:
-    if isinstance(train, TrainingFiles):
-        labels: Sequence[int] = train.listing.labels
-    elif isinstance(train, TrainingImages):
-        labels = train.images.labels.tolist()
-    else:
-        return ()
-    counted = Counter(labels)
-    return tuple(counted[number] for number in range(num_classes))
 
 
 def measure_sides(train: Samples) -> tuple[int, int] | None:

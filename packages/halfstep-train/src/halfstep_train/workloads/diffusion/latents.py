@@ -88,11 +88,10 @@ def open_samples(
 ) -> OpenedSamples:
     """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
     tokens = None
+    listings = (data.train, data.val)
+    plain: list[Samples] = [make_square_samples(listing, config.data.image_size) for listing in listings]
     if isinstance(parts.conditions, TextConditions):
         tokens = [parts.conditions.tokenize(captions) for captions in data.captions]
-    train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
-    plain: list[Samples] = [train, val]
-    if tokens is not None:
         plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
     if parts.vae is None:
         return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
