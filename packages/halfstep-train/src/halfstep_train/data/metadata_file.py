@@ -161,4 +161,7 @@ def _find_image(table: Path, number: int, row: dict[str, Any], root: Path) -> Pa
         raise DataError(
             f"{table}, line {number} names {name}, which does not exist", fix="add the image, or remove the line"
         )
+    # A table from elsewhere must not make training read other files: `..` and links are resolved first.
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise DataError(f"{table}, line {number} names {name}, outside of {root}", fix="move the image below data.dir")
     return path
