@@ -172,6 +172,11 @@ class Phase:
 
     def __post_init__(self) -> None:
         refuse_bad_name(self.name, "a phase")
+        if self.every < 1 or self.from_step < 0:
+            raise ConfigError(
+                f"phase {self.name} cannot run every {self.every} iterations from {self.from_step} on",
+                fix="set every to at least 1 and from_step to at least 0",
+            )
 
     def is_due(self, iteration: int) -> bool:
         return iteration >= self.from_step and (iteration - self.from_step) % self.every == 0
