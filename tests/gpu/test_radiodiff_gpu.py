@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from halfstep_train.report.metrics_file import read
-from halfstep_train.workloads.radio.layers import FourierFilter
+from halfstep_train.workloads.radio.config import PyramidConfig
 from halfstep_train.workloads.radio.swin import SwinPyramid
+from halfstep_train.workloads.radio.unet import FourierFilter
 from tiny_radio import train_diffusion, write_tiny_demo, write_tiny_vae
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def test_the_pyramid_equals_torchvisions_swin_b_with_its_weights() -> None:
     models = pytest.importorskip("torchvision.models", reason="torchvision's swin_b is what it is compared with")
     torch.manual_seed(0)
     theirs = models.swin_b().eval().cuda()
-    ours = SwinPyramid().eval().cuda()
+    ours = SwinPyramid(PyramidConfig()).eval().cuda()
     state = {name: value for name, value in theirs.state_dict().items() if not name.startswith(("norm.", "head."))}
     ours.load_state_dict(state)
     image = torch.randn(2, 3, 256, 256, device="cuda")

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import tiny_workload
 from halfstep_train.data import noise
-from halfstep_train.workloads.base.scheduled import Scheduled
 from halfstep_train.workloads.base.sums import Means
-from halfstep_train.workloads.base.workload import Batch, FrozenPart, Group, Workload
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, Group, Scheduled, Workload
 
 SEEN: list[dict[str, Any]] = []
 SIDE, WIDTH = 6, 5

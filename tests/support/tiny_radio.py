@@ -12,6 +12,7 @@ import torch
 from halfstep_train.config.load import Loaded
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
+from halfstep_train.workloads.radio.config import FirstStageConfig
 from halfstep_train.workloads.radio.demo import write_demo
 from halfstep_train.workloads.radio.first_stage import write_first_stage
 from halfstep_train.workloads.radio.vae import RadioVAE
@@ -41,7 +42,7 @@ def write_tiny_demo(folder: Path) -> Path:
 def write_tiny_vae(folder: Path, change: Any = None) -> Path:
     """A first stage as an ended run leaves it, of random weights and little variance, changed by `change(vae)`."""
     torch.manual_seed(0)
-    vae = RadioVAE(width=8, multipliers=(1, 2), num_blocks=1, latent_channels=2)
+    vae = RadioVAE(FirstStageConfig(width=8, multipliers=(1, 2), num_blocks=1, latent_channels=2))
     with torch.no_grad():
         vae.quant_conv.weight[:2] *= 4
         vae.quant_conv.weight[2:] = 0

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from halfstep_train.data.cache_file import open_cache
-from halfstep_train.workloads.base.latent_store import LATENTS, open_or_write_latents
+from halfstep_train.workloads.base.frozen_vae import LATENTS, open_or_write_latents
 
 
 def replace_latents(path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_picture_that_two_rows_name_is_refused(tmp_path: Path) -> None:
         picture(tmp_path / f"{k}.png")
     names = ("0.png", "1.png", "2.png", "./0.png")
     table(tmp_path, [{"file_name": name, "text": f"number {k}", "label": k % 2} for k, name in enumerate(names)])
-    for find in (partial(find_captioned_images, column="text"), partial(find_classes, class_file=None)):
+    for find in (partial(find_captioned_images, column="text"), find_classes):
         with pytest.raises(DataError, match=r"line 4 names \./0\.png again") as refused:
             find(tmp_path, LAYOUT)
         assert "line 1" in refused.value.why
@@ -100,23 +100,7 @@ def test_captions_are_classes_only_where_they_are_named_so(tmp_path: Path) -> No
         picture(tmp_path / f"{k}.png")
     table(tmp_path, [{"file_name": f"{k}.png", "text": ("a disc", "a cross")[k % 2]} for k in range(4)])
     with pytest.raises(DataError, match="no column label") as refused:
-        find_classes(tmp_path, LAYOUT, None)
+        find_classes(tmp_path, LAYOUT)
     assert "data.label_column" in refused.value.fix
     named = replace(LAYOUT, label_column="text")
-    assert find_classes(tmp_path, named, None).classes == ("a cross", "a disc")
-
-
-def test_a_class_file_numbers_the_classes_and_one_that_does_not_match_is_refused(tmp_path: Path) -> None:
-    for name in ("data/cat/1.png", "data/cat/2.png", "data/dog/1.png", "data/dog/2.png"):
-        picture(tmp_path / name)
-    names = tmp_path / "classes.txt"
-    names.write_text("dog\ncat\n")
-    found = find_classes(tmp_path / "data", LAYOUT, names)
-    assert found.classes == ("dog", "cat")
-    assert all(found.classes[k] == p.parent.name for k, p in zip(found.train.labels, found.train.paths, strict=True))
-    names.write_text("dog\nwolf\n")
-    with pytest.raises(DataError, match="only one of them has cat, wolf"):
-        find_classes(tmp_path / "data", LAYOUT, names)
-    names.write_text("dog\ncat\ndog\n")
-    with pytest.raises(DataError, match="dog twice"):
-        find_classes(tmp_path / "data", LAYOUT, names)
+    assert find_classes(tmp_path, named).classes == ("a cross", "a disc")

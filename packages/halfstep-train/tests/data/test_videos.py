@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +16,9 @@ from video_sets import Array, clip, frame_folder, shards, steve_folder
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
-from halfstep_train.workloads.slots import video_layouts
 from halfstep_train.workloads.slots.config import VideoDataConfig
 from halfstep_train.workloads.slots.data import ClipSamples, compute_crop_box, open_clips
-from halfstep_train.workloads.slots.video_layouts import FoundVideos, find_videos, open_video_file
-from halfstep_train.workloads.slots.videos import Video
+from halfstep_train.workloads.slots.videos import FoundVideos, Video, find_videos, open_video_file
 
 
 def find(folder: Path, *, bad_files: BadFiles | None = None, **settings: Any) -> FoundVideos:
@@ -100,7 +99,7 @@ def test_a_gif_cut_short_is_named_or_shorter_wherever_it_is_cut(tmp_path: Path) 
 
 
 def test_a_video_file_without_a_decoder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video_layouts, "DECODERS", ("no_such_decoder",))
+    monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(DataError, match="a.mp4") as raised:
         open_video_file(tmp_path / "a.mp4")
     assert "pip install av" in raised.value.fix

@@ -18,6 +18,7 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import VggDistance
 from halfstep_train.models.posterior import draw_latent, kl_divergence, split_moments
+from halfstep_train.workloads.diffusion.config import DiffusionModelConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import (
     CODEC,
     VAE,
@@ -33,21 +34,13 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
 from halfstep_train.workloads.diffusion.networks import open_text
 from tiny_training import assert_same_bits
 
-SMALL = {"sample_size": 8, "sample_channels": 3, "channels": (8, 16), "layers": 1, "attention_head_dim": 8}
+SMALL = DiffusionModelConfig(channels=(8, 16), layers=1)
+SHAPE = (3, 8, 8)
 
 
 def test_the_default_unet_has_the_size_of_the_public_example_and_the_vae_that_of_stable_diffusion() -> None:
     with torch.device("meta"):
-        unet = build_net(
-            make_unet_config(
-                sample_size=64,
-                sample_channels=3,
-                channels=(128, 128, 256, 256, 512, 512),
-                layers=2,
-                attention=None,
-                attention_head_dim=8,
-            )
-        )
+        unet = build_net(make_unet_config(DiffusionModelConfig(), (3, 64, 64)))
         vae = build_net(make_vae_config(channels=(128, 256, 512, 512), layers=2, latent_channels=4, image_size=256))
     assert sum(p.numel() for p in unet.parameters()) == 113_673_219
     assert sum(p.numel() for p in vae.parameters()) == 83_653_863
@@ -56,7 +49,7 @@ def test_the_default_unet_has_the_size_of_the_public_example_and_the_vae_that_of
 
 
 def test_a_network_is_built_again_from_what_a_run_stores_of_it() -> None:
-    net = build_net(make_unet_config(**SMALL, attention=(1,), num_classes=4))  # type: ignore[arg-type]
+    net = build_net(make_unet_config(SMALL.model_copy(update={"attention": (1,)}), SHAPE, num_classes=4))
     again = build_net(json.loads(json.dumps(dump_config(net))))
     again.load_state_dict(net.state_dict())
     x, t, label = torch.randn(2, 3, 8, 8), torch.tensor([0, 5]), torch.tensor([1, 3])
@@ -65,7 +58,7 @@ def test_a_network_is_built_again_from_what_a_run_stores_of_it() -> None:
 
 def test_a_level_that_is_not_there_cannot_have_attention() -> None:
     with pytest.raises(ConfigError, match="level 2"):
-        make_unet_config(**SMALL, attention=(2,))  # type: ignore[arg-type]
+        make_unet_config(SMALL.model_copy(update={"attention": (2,)}), SHAPE)
 
 
 @pytest.mark.parametrize(("side", "near"), [(13, 16), (20, 16), (4, 8)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from halfstep import recompute
 from halfstep.hardware.memory import LiveBytes
 from halfstep.recompute import Recompute, set_recompute
 from halfstep_train.workloads.slots import dvae, slot_decoder
-from halfstep_train.workloads.slots.config import SteveModelConfig, WordsModelConfig
-from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords
+from halfstep_train.workloads.slots.config import SlotContrastModelConfig, SteveModelConfig, WordsModelConfig
+from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastWords
 from halfstep_train.workloads.slots.steve import Steve
 
-SLOTS = SlotContrastSize(feature_dim=12, num_positions=16, num_slots=4, slot_dim=8, decoder_hidden=(32, 32))
-WORDS = WordsModelConfig(word_side=4, vocabulary=24, words_dim=16, words_blocks=8, words_dropout=0.0)
+SLOTS: dict[str, Any] = {"slots": 4, "slot_dim": 8, "decoder_hidden": (32, 32)}
+DIM, POSITIONS = 12, 16
+WORDS = WordsModelConfig(**SLOTS, word_side=4, vocabulary=24, words_dim=16, words_blocks=8, words_dropout=0.0)
 STEVE = SteveModelConfig(vocabulary=24, slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=8, dropout=0.0)
 Case = tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
@@ -29,7 +31,7 @@ def keys(num: int, start: int = 0) -> Tensor:
 
 def slotcontrast() -> Case:
     features = torch.randn(4, 4, 16, 12)
-    return SlotContrast(SLOTS), lambda model: model(features)["error"]
+    return SlotContrast(SlotContrastModelConfig(**SLOTS), DIM, POSITIONS), lambda model: model(features)["error"]
 
 
 def slotcontrast_words() -> Case:
@@ -42,7 +44,7 @@ def slotcontrast_words() -> Case:
         words = model.compute_word_losses(seen["slots"], video, 0.5, **noise, hard=False)
         return torch.stack([seen["error"], words["mse"], words["cross_entropy"]]).sum()
 
-    return SlotContrastWords(SLOTS, WORDS, 16), loss
+    return SlotContrastWords(WORDS, DIM, POSITIONS, 16), loss
 
 
 def steve() -> Case:
@@ -78,7 +80,7 @@ def measured(case: Callable[[], Case], how: Recompute) -> tuple[int, list[Tensor
 def chunks_of_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many chunks as at MOVi-E's size."""
     by_frames = {"none": 8, "pointwise": 2, "blocks": 1}
-    a_frame = SLOTS.num_slots * SLOTS.num_positions * max(SLOTS.decoder_hidden) * 4
+    a_frame = 4 * POSITIONS * 32 * 4
     monkeypatch.setattr(slot_decoder, "HIDDEN_BYTES", {how: n * a_frame for how, n in by_frames.items()})
     monkeypatch.setattr(dvae, "CHUNK_BYTES", 2 * 16 * 24 * 4)
 

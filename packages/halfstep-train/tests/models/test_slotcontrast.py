@@ -13,12 +13,13 @@ from golden import assert_golden, golden, group
 from halfstep.precision.contexts import simulate
 from halfstep_train.models.weights import load_weights_
 from halfstep_train.workloads.slots.backbones import build_dinov2, load_backbone_weights_
+from halfstep_train.workloads.slots.config import SlotContrastModelConfig
 from halfstep_train.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
 from halfstep_train.workloads.slots.slot_attention import update_recurrently
 from halfstep_train.workloads.slots.slot_decoder import SlotDecoder, choose_even_chunk
-from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
+from halfstep_train.workloads.slots.slotcontrast import SlotContrast, rename_upstream
 
-TINY = SlotContrastSize(feature_dim=32, num_positions=16, num_slots=4, slot_dim=16, decoder_hidden=(48, 48, 48))
+TINY = SlotContrastModelConfig(slots=4, slot_dim=16, decoder_hidden=(48, 48, 48))
 
 
 def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
@@ -29,7 +30,7 @@ def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
     with torch.no_grad():
         features = backbone(tensors["in/video"].flatten(0, 1)).unflatten(0, (2, 3))
     assert_golden(features, out["backbone_features"], name="features")
-    model = SlotContrast(TINY)
+    model = SlotContrast(TINY, 32, 16)
     load_weights_(model, rename_upstream(state), source="golden")
     found = model(features)
     assert_golden(model.encoder(features), out["features"], name="encoded")
@@ -164,7 +165,7 @@ def test_chunks_are_even(total: int, limit: int, chunk: int) -> None:
 
 def test_frames_that_fill_up_a_clip_change_nothing() -> None:
     torch.manual_seed(0)
-    model = SlotContrast(TINY).eval()
+    model = SlotContrast(TINY, 32, 16).eval()
     features = torch.randn(1, 4, 16, 32)
     with torch.no_grad():
         short = model(features[:, :3])
@@ -181,7 +182,7 @@ def test_slots_stay_fp32_between_frames_and_the_cell_equals_torchs() -> None:
     update, state = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     expected = cell(update.flatten(0, 1), state.flatten(0, 1)).unflatten(0, (2, 3))
     torch.testing.assert_close(update_recurrently(cell, update, state), expected)
-    model = SlotContrast(TINY)
+    model = SlotContrast(TINY, 32, 16)
     with simulate("bf16"):
         found = model(torch.randn(2, 2, 16, 32))
     assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(found, torch.float32)
@@ -189,7 +190,7 @@ def test_slots_stay_fp32_between_frames_and_the_cell_equals_torchs() -> None:
 
 def test_a_slot_that_wins_nothing_makes_no_nan() -> None:
     torch.manual_seed(0)
-    model = SlotContrast(TINY)
+    model = SlotContrast(TINY, 32, 16)
     with torch.no_grad():
         model.processor.corrector.to_q.weight.mul_(1e4)
     with simulate("fp16"):

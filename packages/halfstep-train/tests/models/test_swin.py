@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from golden import assert_golden, golden, group
-from halfstep_train.workloads.radio.names import rename_unet_weight
+from halfstep_train.workloads.radio.config import PyramidConfig
+from halfstep_train.workloads.radio.names import rename_unet_weights
 from halfstep_train.workloads.radio.swin import SwinPyramid, WindowAttention
 
 
 def test_golden_features() -> None:
     tensors, facts = golden("radiodiff_blocks")
     sizes = facts["config"]["swin"]
-    swin = SwinPyramid(
-        dim=sizes["embed_dim"], depths=sizes["depths"], num_heads=sizes["num_heads"], window=sizes["window_size"]
-    ).eval()
-    state = {
-        rename_unet_weight(f"init_conv_mask.{name}"): value for name, value in group(tensors, "swin/state/").items()
-    }
-    swin.load_state_dict({name.removeprefix("condition."): value for name, value in state.items() if name})
+    names = {"width": "embed_dim", "depths": "depths", "num_heads": "num_heads", "window": "window_size"}
+    swin = SwinPyramid(PyramidConfig(**{ours: sizes[theirs] for ours, theirs in names.items()})).eval()
+    state = {f"init_conv_mask.{name}": value for name, value in group(tensors, "swin/state/").items()}
+    swin.load_state_dict({k.removeprefix("condition."): value for k, value in rename_unet_weights(state).items()})
     for place, found in enumerate(swin(tensors["swin/input"])):
         assert_golden(found, tensors[f"swin/features.{place}"], name=f"features.{place}")
 
@@ -69,13 +67,13 @@ def test_windows_are_those_of_a_loop_over_places(size: tuple[int, int], shift: i
 
 
 def test_any_size_gives_four_maps() -> None:
-    swin = SwinPyramid(dim=4, depths=(1, 2, 1, 1), num_heads=(1, 1, 2, 2)).eval()
+    swin = SwinPyramid(PyramidConfig(width=4, depths=(1, 2, 1, 1), num_heads=(1, 1, 2, 2))).eval()
     found = swin(torch.randn(1, 3, 68, 100))
     assert [tuple(feature.shape[1:]) for feature in found] == [(4, 17, 25), (8, 9, 13), (16, 5, 7), (32, 3, 4)]
 
 
 def test_names_are_torchvisions() -> None:
-    names = SwinPyramid(dim=4, depths=(1, 1), num_heads=(1, 1)).state_dict()
+    names = SwinPyramid(PyramidConfig(width=4, depths=(1, 1), num_heads=(1, 1))).state_dict()
     expected = {"features.0.0.weight", "features.1.0.attn.qkv.weight", "features.1.0.mlp.3.bias"}
     expected |= {"features.2.reduction.weight", "features.3.0.norm2.weight"}
     assert expected <= set(names)
@@ -83,7 +81,7 @@ def test_names_are_torchvisions() -> None:
 
 
 def test_stochastic_depth_drops_whole_branches_of_samples_in_training_only() -> None:
-    swin = SwinPyramid(dim=4, depths=(2,), num_heads=(1,), stochastic_depth=0.5)
+    swin = SwinPyramid(PyramidConfig(width=4, depths=(2,), num_heads=(1,), stochastic_depth=0.5))
     drop = swin.features[1][1].stochastic_depth
     branch = torch.ones(64, 2, 2, 4)
     torch.manual_seed(0)

@@ -17,8 +17,7 @@ from halfstep_train.run.engine import Engine
 from halfstep_train.run.resume import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.workloads import from_dict
-from halfstep_train.workloads.base.scheduled import Scheduled
-from halfstep_train.workloads.base.workload import Group
+from halfstep_train.workloads.base.workload import Group, Scheduled
 from whole_runs import assemble_run
 
 CPU = torch.device("cpu")

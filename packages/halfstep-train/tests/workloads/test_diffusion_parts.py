@@ -15,11 +15,16 @@ from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.data.seeds import Key
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.workloads.base.latent_store import CachedLatents, LatentCache, open_or_write_latents
+from halfstep_train.workloads.base.frozen_vae import (
+    CachedLatents,
+    LatentCache,
+    choose_vae_format,
+    measure_round_trips,
+    open_or_write_latents,
+)
 from halfstep_train.workloads.base.sheets import arrange_grid
-from halfstep_train.workloads.base.vae_format import choose_vae_format, measure_round_trips
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
-from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
+from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, open_net
 from halfstep_train.workloads.diffusion.evaluate import measure_distances, open_features
 from halfstep_train.workloads.diffusion.latents import pick_images
 from halfstep_train.workloads.diffusion.networks import ClassConditions, open_text
@@ -30,6 +35,7 @@ from halfstep_train.workloads.diffusion.noise_schedule import (
     list_bucket_names,
     list_bucket_starts,
 )
+from halfstep_train.workloads.diffusion.predict import set_sampling
 from halfstep_train.workloads.diffusion.sampling import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents
@@ -41,11 +47,11 @@ SHAPE = (3, 4, 4)
 
 
 def test_draws_of_a_batch_are_those_of_its_pieces() -> None:
-    config = settings("diffusion", "x", noise__offset=0.1, noise__input_perturbation=0.1).config
+    config = settings("diffusion", "x", noise__offset=0.1).config
     noising = NoiseDraws(config, SHAPE)  # type: ignore[arg-type]
     whole = noising.draw(6, key=Key.for_training(0, 5, place=0), device=CPU, index=None)
     part = noising.draw(2, key=Key.for_training(0, 5, place=4), device=CPU, index=None)
-    assert set(whole) == {"timestep", "noise", "signal", "sigma", "loss_weight", "input_noise"}
+    assert set(whole) == {"timestep", "noise", "signal", "sigma", "loss_weight"}
     assert all(torch.equal(whole[name][4:], part[name]) for name in whole)
     other = noising.draw(6, key=Key.for_training(0, 6, place=0), device=CPU, index=None)
     assert not torch.equal(whole["noise"], other["noise"])
@@ -104,7 +110,7 @@ class Oracle:
 def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: str, name: str) -> None:
     config: Any = settings("diffusion", "x", noise__schedule=name, noise__beta_end=0.1, model__target=target).config
     image = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    scheduler = make_scheduler(sampler, config, clips=True)  # type: ignore[arg-type]
+    scheduler = make_scheduler(set_sampling(config, {"sampler": sampler}), clips=True)
     start = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     found, path = run_sampler(
         Oracle(image, compute_alpha_bar(config.noise), target), scheduler, start, steps=10, kept=4
@@ -118,7 +124,7 @@ def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: 
 def test_an_unknown_sampler_and_more_steps_than_timesteps_are_refused() -> None:
     config: Any = settings("diffusion", "x").config
     with pytest.raises(ConfigError, match="'euler'") as refused:
-        make_scheduler("euler", config, clips=True)  # type: ignore[arg-type]
+        set_sampling(config, {"sampler": "euler"})
     assert refused.value.fix == "ddim or dpm"
     with pytest.raises(ConfigError, match="101 sampling steps"):
         check_steps(101, config)
@@ -203,8 +209,8 @@ def some_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tuple[str, str]:
     config = settings("diffusion", data, precision__simulate=simulated).config
     samples = make_square_samples(open_diffusion_data(config.data).train, 8)  # type: ignore[arg-type]
-    vae = freeze_(open_net(folder, ["AutoencoderKL"]))
-    choice = choose_vae_format(vae, CODEC.decode_means, lambda: pick_images(samples), CPU, asked, config.precision)
+    vae = open_net(folder, ["AutoencoderKL"]).requires_grad_(False).eval()
+    choice = choose_vae_format(config, vae, CODEC.decode_means, lambda: pick_images(samples), asked)
     return choice.name, choice.why
 
 
@@ -318,13 +324,13 @@ def test_a_perfect_network_samples_the_truth_whatever_the_draws(steps: int, spli
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
 
 
-def open_or_write(path: Path, made_from: str, moments: torch.Tensor = MOMENTS) -> tuple[LatentCache, bool]:
+def open_or_write(path: Path, made_from: str, moments: torch.Tensor = MOMENTS) -> LatentCache:
     return open_or_write_latents(path, made_from, 6, lambda: iter(moments.split(4)))
 
 
 def test_what_was_written_is_read_and_its_checksum_depends_on_the_numbers_only(tmp_path: Path) -> None:
     first, same, other = (
-        open_or_write(tmp_path / name, made_from, moments)[0]
+        open_or_write(tmp_path / name, made_from, moments)
         for name, moments, made_from in (("a", MOMENTS, "f"), ("b", MOMENTS, "g"), ("c", MOMENTS + 1, "f"))
     )
     assert torch.equal(first.moments, MOMENTS)

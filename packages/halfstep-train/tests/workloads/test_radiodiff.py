@@ -30,6 +30,7 @@ from halfstep_train.workloads.base.vae_trainer import (
 )
 from halfstep_train.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
 from halfstep_train.workloads.radio.build_vae import sum_errors
+from halfstep_train.workloads.radio.config import FirstStageConfig
 from halfstep_train.workloads.radio.guide import Guide
 from halfstep_train.workloads.radio.maps import read_gray
 from halfstep_train.workloads.radio.vae import RadioVAE
@@ -312,7 +313,7 @@ def test_the_end_leaves_a_first_stage_with_the_scale_of_its_latents(tmp_path: Pa
     run = train_vae(tmp_path / "run", data, train__max_steps=3)
     facts = json.loads((run / "model" / "vae.json").read_text())
     assert facts["sizes"] == SIZES
-    vae = RadioVAE(width=8, multipliers=(1, 2), num_blocks=1, latent_channels=2)
+    vae = RadioVAE(FirstStageConfig(width=8, multipliers=(1, 2), num_blocks=1, latent_channels=2))
     vae.load_state_dict(load_file(run / "model" / "vae.safetensors"))
     samples = build(settings("radiodiff_vae", data, VAE).config).train_samples
     maps = torch.stack([samples.sample(index, key=(0, 0, index))["gain"] for index in range(len(samples))])

@@ -15,8 +15,9 @@ from halfstep.errors import ConfigError
 from halfstep_train.config.load import Loaded
 from halfstep_train.run.train import train
 from halfstep_train.workloads import build, load
+from halfstep_train.workloads.diffusion.config import DiffusionModelConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import build_net, make_unet_config
-from halfstep_train.workloads.diffusion.weights_settings import adopt_settings
+from halfstep_train.workloads.diffusion.networks import adopt_settings
 
 THEIRS: dict[str, Any] = {
     "num_train_timesteps": 40,
@@ -26,6 +27,8 @@ THEIRS: dict[str, Any] = {
     "prediction_type": "v_prediction",
 }
 
+UNET = DiffusionModelConfig(channels=(8, 8), layers=1, attention=())
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,8 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline(folder: Path, channels: int = 3, **scheduler: Any) -> Path:
-    size = {"sample_size": 8, "sample_channels": channels, "channels": (8, 8), "layers": 1}
-    unet = build_net(make_unet_config(**size, attention=[], attention_head_dim=8))
+    unet = build_net(make_unet_config(UNET, (channels, 8, 8)))
     DDPMPipeline(unet, DDPMScheduler(**THEIRS | scheduler)).save_pretrained(folder)
     return folder
 
@@ -77,14 +79,9 @@ def test_pictures_of_another_size_are_what_a_pipeline_then_draws(data: Path, tmp
     assert image.size == (12, 12)
 
 
-def test_a_latent_model_is_not_trained_on_pixels_by_mistake(data: Path, tmp_path: Path) -> None:
-    """Latents of three channels look like pictures."""
+def test_the_size_of_a_latent_model_is_that_of_its_images(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     vae_folder(weights / "vqvae")
-    with pytest.raises(ConfigError, match="is a latent model") as refused:
-        adopt_settings(asked(data, weights).config)  # type: ignore[arg-type]
-    assert f"model.vae={weights}" in refused.value.fix
-    adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
     with_its_vae = asked(data, weights, model__vae=str(weights)).config
     assert adopt_settings(with_its_vae).config.data.image_size == 16  # type: ignore[arg-type]
 
@@ -130,7 +127,6 @@ def test_a_process_that_is_not_supported_is_refused_unless_the_unet_is_named(
 def test_a_unet_that_learns_or_is_told_more_is_refused(
     data: Path, tmp_path: Path, form: dict[str, Any], said: str
 ) -> None:
-    size = {"sample_size": 8, "sample_channels": 3, "channels": (8, 8), "layers": 1}
-    build_net(make_unet_config(**size, attention=[], attention_head_dim=8) | form).save_pretrained(tmp_path / "unet")
+    build_net(make_unet_config(UNET, (3, 8, 8)) | form).save_pretrained(tmp_path / "unet")
     with pytest.raises(ConfigError, match=said):
         build(asked(data, tmp_path / "unet").config)

@@ -147,7 +147,7 @@ class TrainingImages(_StoredSamples):
     """Whole stored images with the `box` drawn from (seed, epoch, index): `image` (S, S, 3) bytes, `box`, `label`."""
 
     def __init__(self, images: StoredImages, *, crop_area: tuple[float, float] = CROP_AREA) -> None:
-        self.images, self.crop_area = images, crop_area
+        self.images, self.crop_area, self.labels = images, crop_area, images.labels
 
     def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
@@ -215,7 +215,7 @@ class TrainingFiles(_FileSamples):
 
     def __init__(self, listing: Listing, *, size: int, crop_area: tuple[float, float] = CROP_AREA) -> None:
         self.listing, self.size, self.crop_area = listing, size, crop_area
-        self._labels = torch.tensor(listing.labels, dtype=torch.int64)
+        self.labels = torch.tensor(listing.labels, dtype=torch.int64)
         self.canvas = int(size * PIXELS_PER_READING)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
@@ -229,7 +229,7 @@ class TrainingFiles(_FileSamples):
         for start in range(0, len(indices), OPEN_AT_ONCE):
             some = slice(start, start + OPEN_AT_ONCE)
             self._fill(image.numpy()[some], boxes[some], indices[some], seed=seed, epoch=epoch)
-        return {"image": image, "box": torch.from_numpy(boxes), "label": self._labels[list(indices)]}
+        return {"image": image, "box": torch.from_numpy(boxes), "label": self.labels[list(indices)]}
 
     def _fill(self, canvases: Array, boxes: Array, indices: Sequence[int], *, seed: int, epoch: int) -> None:
         with ExitStack() as opened:

@@ -136,29 +136,20 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     return fingerprint_files(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
-def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
-    """Return a whole image at (size, size), and its true size."""
-    with open_image_file(path) as file:
-        image = file.to_rgb(reduction=min(file.size) / size)
-        square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
-        return np.asarray(square), file.size
-
-
-def read_centre(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
-    """Return the centre square of an image at (size, size), and its true size."""
-    with open_image_file(path) as file:
-        return crop_centre(file, size, 1.0), file.size
-
-
 def _decode_all(
     folder: ImageFolder, settings: PackSettings
 ) -> Iterator[tuple[int, tuple[Array, tuple[int, int]] | DataError]]:
     """Yield, in order, each image's pixels and original size, or the error of its file."""
-    paths, num_train = folder.train.paths + folder.val.paths, len(folder.train)
+    paths, num_train, size = folder.train.paths + folder.val.paths, len(folder.train), settings.size
 
     def read(number: int) -> tuple[Array, tuple[int, int]] | DataError:
         try:
-            return (read_stretched if number < num_train else read_centre)(paths[number], settings.size)
+            with open_image_file(paths[number]) as file:
+                if number >= num_train:  # only the centre square, unstretched
+                    return crop_centre(file, size, 1.0), file.size
+                image = file.to_rgb(reduction=min(file.size) / size)
+                square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
+                return np.asarray(square), file.size
         except DataError as error:
             return error
 

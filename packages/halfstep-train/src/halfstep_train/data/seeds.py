@@ -77,8 +77,3 @@ class BatchDraws:
     def integers(self, high: int) -> torch.Tensor:
         """Draw numbers (num) in 0 <= x < high."""
         return torch.randint(high, (self.whole,), generator=self.generator)[self.rows]
-
-
-def get_batch_key(key: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the key for what is drawn once per micro-batch."""
-    return key.batch if isinstance(key, Key) else key

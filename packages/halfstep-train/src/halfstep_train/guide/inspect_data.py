@@ -14,7 +14,7 @@ from halfstep_train.data.files import OnBadFile, list_some
 from halfstep_train.data.loader import Samples
 from halfstep_train.workloads import KINDS, from_dict
 from halfstep_train.workloads.base.guiding import Guiding, OpenedData, spread_indices
-from halfstep_train.workloads.base.other_data import use_folder
+from halfstep_train.workloads.base.using import use_folder
 
 DECODE_FILES, DECODE_S = 32, 1.0
 """Most files and seconds spent on measuring the decoding speed."""

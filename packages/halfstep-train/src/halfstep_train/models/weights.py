@@ -283,7 +283,7 @@ def _rename_by_table(weights: dict[str, Tensor], table: NameTable) -> dict[str, 
     """Rename weights by a table, and concatenate queries, keys and values."""
     if not table:
         return weights
-    found = {_rename(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}
+    found = {rename(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}
     for whole in [name.removesuffix("#0") for name in found if name.endswith("#0")]:
         # Concatenate only complete triples.
         if {f"{whole}#{third}" for third in range(3)} <= found.keys():
@@ -291,7 +291,8 @@ def _rename_by_table(weights: dict[str, Tensor], table: NameTable) -> dict[str, 
     return found
 
 
-def _rename(name: str, table: NameTable) -> str:
+def rename(name: str, table: NameTable) -> str:
+    """Rename a weight by the first row of a table that matches the start of its name."""
     for theirs, ours in table:
         if match := re.match(theirs, name):
             return (match.expand(ours) if isinstance(ours, str) else ours(match)) + name[match.end() :]

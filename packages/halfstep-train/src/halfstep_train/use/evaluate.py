@@ -39,8 +39,7 @@ from halfstep_train.use.open_run import (
 )
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import load_part, resolve_options
-from halfstep_train.workloads.base.other_data import use_folder
-from halfstep_train.workloads.base.using import EvaluateRequest, PlainEvaluation
+from halfstep_train.workloads.base.using import EvaluateRequest, PlainEvaluation, use_folder
 from halfstep_train.workloads.base.workload import Batch, Workload
 
 

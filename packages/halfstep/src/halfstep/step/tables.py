@@ -114,7 +114,7 @@ def check_finite(value: Any) -> float:
 
 
 class Value(Protocol):
-    """A function of the step, and the tensor that holds its current value (workloads.base.scheduled.Scheduled)."""
+    """A function of the step, and the tensor that holds its current value (workloads.base.workload.Scheduled)."""
 
     value: Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -40,23 +40,23 @@ class OpenedData:
     """What a suggestion should point out, such as a file that training needs."""
 
 
-class Guiding(Protocol):
-    """Interface that a family implements for `halfstep guide`."""
+class Guiding:
+    """What `halfstep guide` needs from a family; subclasses define `open`."""
 
-    small_on_cpu: Mapping[str, Any]
+    small_on_cpu: ClassVar[Mapping[str, Any]]
     """Settings of a smaller model, by path: a full-size model takes days on a CPU."""
 
     def open(self, config: Any) -> OpenedData:
         """Open the data folder of a config."""
-        ...
+        raise NotImplementedError
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """Draw a sample; return a caption and the picture."""
-        ...
+        return f"sample {index}", Image.fromarray(sample["image"].numpy())
 
     def suggest_for_side(self, config: Any, side: int) -> dict[str, Any]:
         """Return settings, by path, that suit images with `side` pixels per side."""
-        ...
+        return {}
 
 
 def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:

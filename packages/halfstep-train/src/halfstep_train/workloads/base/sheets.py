@@ -44,6 +44,24 @@ def draw_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]
     return sheet
 
 
+def draw_captioned(
+    title: str, pictures: Sequence[tuple[Array, Sequence[tuple[str, str]]]], *, columns: int
+) -> Image.Image:
+    """Draw images (H, W, 3) in columns below a title, each with lines of text in their colours below it."""
+    height = CELL + GAP + BAND * max(len(lines) for _, lines in pictures)
+    size = (GAP + columns * (CELL + GAP), BAND + -(-len(pictures) // columns) * height)
+    sheet = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+    draw.text((GAP, 3), title, fill="black", font=font)
+    for number, (pixels, lines) in enumerate(pictures):
+        row, column = divmod(number, columns)
+        left, top = GAP + column * (CELL + GAP), BAND + row * height
+        sheet.paste(_fit_cell(pixels), (left, top))
+        for line, (text, colour) in enumerate(lines):
+            draw.text((left, top + CELL + 2 + line * BAND), text, fill=colour, font=font)
+    return sheet
+
+
 def _fit_cell(pixels: Array) -> Image.Image:
     picture = Image.fromarray(pixels)
     scale = CELL / max(picture.size)

@@ -1,4 +1,8 @@
-"""Evaluation and prediction with a trained model: the interfaces that families implement, and shared helpers."""
+"""Evaluation and prediction with a trained model: the interfaces that families implement, and shared helpers.
+
+Another data folder is evaluated as a whole, not only a held-out split. If that folder has its own validation split,
+only the split is evaluated: the rest may have been trained on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from PIL import Image
@@ -15,10 +19,12 @@ from torch import nn
 
 from halfstep.errors import CheckpointError, DataError
 from halfstep_train.config.schema import RunConfig
+from halfstep_train.data.files import TRAIN_NAMES, VALIDATION_NAMES
+from halfstep_train.data.image_folder import KAGGLE_TRAIN
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Answer, Cell, Failure
-from halfstep_train.workloads.base.other_data import use_folder
 from halfstep_train.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, wrap_frozen_parts
+from halfstep_train.workloads.classification.data import has_stored_images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,3 +206,30 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
             f"cannot write {free}: {error}", fix="free disk space, or choose another folder: --out DIR"
         ) from error
     return free
+
+
+# --- evaluation of another data folder ---
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def use_folder(config: Config, folder: Path, **values: Any) -> Config:
+    """Return the settings with another data folder, and other `values` of the data section."""
+    return config.replace(data={"dir": str(folder), **values})
+
+
+def use_all_pictures(config: Config, folder: Path) -> Config:
+    """Return settings that read all images of the folder, without a cache, which would be written into the folder."""
+    fields = type(config.data).model_fields
+    values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
+    values |= {"dir": str(folder), "folders": ()}
+    has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
+    train, val = (
+        next((name for name in names if (folder / name).is_dir()), "") for names in (TRAIN_NAMES, VALIDATION_NAMES)
+    )
+    if not has_own_split and not (train and val):
+        # Use the folder for both splits: nothing is trained, but a workload cannot be built without training samples.
+        whole = train or val or "."
+        values["folders"] = (whole, whole)
+    return config.replace(data=values)

@@ -20,8 +20,7 @@ from halfstep_train.data import noise
 from halfstep_train.models.patch_gan import PatchGan
 from halfstep_train.models.posterior import Codec
 from halfstep_train.workloads.base.over_ranks import average_over_ranks
-from halfstep_train.workloads.base.scheduled import Scheduled
-from halfstep_train.workloads.base.workload import Batch, Phase, Workload
+from halfstep_train.workloads.base.workload import Batch, Phase, Scheduled, Workload
 
 LARGEST_WEIGHT = 1e4
 """Upper limit of the adaptive weight, as in taming-transformers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -14,7 +15,6 @@ from halfstep.errors import ConfigError, make_printable
 from halfstep.islands import fp32_island
 from halfstep_train.data.loader import Samples
 from halfstep_train.data.seeds import Key
-from halfstep_train.workloads.base.scheduled import Scheduled
 
 Batch = dict[str, Tensor]
 
@@ -255,3 +255,27 @@ def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> No
                 why="they would be trained, averaged and stored with the model",
                 fix="do not make the frozen part a submodule of the model; let the workload's forward refer to it",
             )
+
+
+class Scheduled:
+    """A value per step: `tau = Scheduled(lambda step: max(0.1, 1 - step / 30_000))`, read as `tau.value` in forward or
+    loss.
+
+    Compiled code and captured CUDA graphs would silently freeze a Python number. The value is therefore a tensor on the
+    run's device, refreshed at the start of each step from a table indexed by committed steps, like the learning rate.
+    """
+
+    def __init__(self, at: Callable[[int], float]) -> None:
+        self.at = at
+        self.value: Tensor = torch.tensor(self(0), dtype=torch.float32)
+        """The current step's value, 0-dim fp32; on the CPU until a run moves it."""
+
+    def __call__(self, step: int) -> float:
+        found: Any = self.at(step)
+        if isinstance(found, complex) or not math.isfinite(found):
+            raise ConfigError(
+                f"a scheduled value is {found} at step {step}",
+                why="values are computed ahead of time, so each step needs a finite number",
+                fix="clamp its argument, as in max(0, 1 - step / total)",
+            )
+        return float(found)

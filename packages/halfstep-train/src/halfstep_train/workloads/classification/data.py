@@ -77,7 +77,7 @@ def open_image_data(
                 val_names=(),
                 about=(("layout", f"{name} in {path}; validation: its test split"),),
             )
-    # `other_data` names the same folder for both splits to evaluate everything; classes must then be the run's.
+    # `use_all_pictures` names the same folder for both splits to evaluate everything; classes must then be the run's.
     known = store["classes"] if store is not None and len(config.folders) == 2 and len(set(config.folders)) == 1 else ()
     folder = find_images(root, fill_from_settings(FolderLayout, config), known=known)
     share = get_evaluation_share(config, store)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from halfstep_train.report.picture_file import BAD, FAINT, GOOD, INK, make_figure, save_figure, shorten_name
 from halfstep_train.report.results import Cell
-from halfstep_train.workloads.base.other_data import use_all_pictures
-from halfstep_train.workloads.base.using import LookAt, PlainEvaluation
+from halfstep_train.workloads.base.sheets import Array, draw_captioned
+from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, use_all_pictures
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.classification.scores import ClassificationDetails
 
@@ -21,7 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-SHOWN_MISTAKES = 24
+SHOWN_MISTAKES, ACROSS = 24, 6
+LINE_LENGTH = 32
+"""Characters below an image."""
+Captioned = tuple[Array, list[tuple[str, str]]]
+"""Pixels (H, W, 3), and lines of text with their colours."""
 
 
 class ClassificationEvaluation(PlainEvaluation):
@@ -61,24 +64,23 @@ class ClassificationEvaluation(PlainEvaluation):
         if mistakes := self.metrics.list_mistakes():
             paths.append(folder / "mistakes.png")
             shown = [self._describe_mistake(*mistake) for mistake in mistakes[:SHOWN_MISTAKES]]
-            draw_mistakes(shown, paths[1], total=len(mistakes))
+            title = f"The most confident mistakes, {len(shown):,} of {len(mistakes):,}"
+            draw_captioned(title, shown, columns=min(ACROSS, len(shown))).save(paths[1])
         return paths
 
-    def _find_rival(self, row: np.ndarray[Any, Any], number: int) -> str:
+    def _find_rival(self, row: Array, number: int) -> str:
         others = row.copy()
         others[number] = 0
         rival = int(others.argmax())
         return f"{self.names[rival]} ({others[rival]:,})" if others[rival] else ""
 
-    def _describe_mistake(self, index: int, label: int, predicted: int, confidence: float) -> ShownMistake:
+    def _describe_mistake(self, index: int, label: int, predicted: int, confidence: float) -> Captioned:
+        """Return the image as the model saw it, and the lines below it."""
         names = self.workload.val_names
-        return ShownMistake(
-            image=get_shown_pixels(self.workload.val_samples.sample(index, key=(0, 0, index))),
-            truth=self.names[label],
-            answer=self.names[predicted],
-            confidence=confidence,
-            file=names[index] if names else f"sample {index}",
-        )
+        answer, truth = (shorten_name(self.names[number], NAME_LENGTH) for number in (predicted, label))
+        file = shorten_name(names[index] if names else f"sample {index}", LINE_LENGTH)
+        pixels = get_shown_pixels(self.workload.val_samples.sample(index, key=(0, 0, index)))
+        return pixels, [(f"{answer}  {confidence:.0%}", BAD), (f"is {truth}", GOOD), (file, FAINT)]
 
 
 def get_class_names(store: Any) -> list[str]:
@@ -86,7 +88,7 @@ def get_class_names(store: Any) -> list[str]:
     return [store["titles"].get(name, name) for name in store["classes"]]
 
 
-def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+def get_shown_pixels(sample: dict[str, Tensor]) -> Array:
     """Return the pixels of a validation sample as the model sees them, uint8 (H, W, 3)."""
     image = sample["image"].numpy()
     if "box" not in sample:
@@ -141,54 +143,3 @@ def _label_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylabel("true", fontsize=10, color=INK)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-ACROSS = 6
-PICTURE, INCHES_WIDE, INCHES_HIGH = 1.8, 2.0, 2.45
-"""In inches: side of an image, and the space it takes including text and margins."""
-TITLE_WIDE, TITLE_HIGH = 4.0, 0.32
-LINE_LENGTH = 26
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShownMistake:
-    """A wrong prediction with everything that is drawn."""
-
-    image: np.ndarray[Any, Any]
-    """(H, W, 3) uint8, as the model saw it."""
-    truth: str
-    answer: str
-    confidence: float
-    file: str
-
-
-def draw_mistakes(mistakes: Sequence[ShownMistake], path: Path, *, total: int) -> None:
-    """Draw a page of mistakes in the given order; `total` is the number of all mistakes."""
-    across = min(ACROSS, len(mistakes))
-    down = -(-len(mistakes) // across)
-    wide, high = max(across * INCHES_WIDE, TITLE_WIDE), down * INCHES_HIGH + TITLE_HIGH
-    figure = make_figure((wide, high), makes_room=False)
-    for index, mistake in enumerate(mistakes):
-        row, column = divmod(index, across)
-        top = high - TITLE_HIGH - row * INCHES_HIGH
-        # add_axes takes fractions of the figure, measured from its lower left corner.
-        corner = column * INCHES_WIDE / wide, (top - PICTURE) / high
-        _draw_mistake(figure.add_axes((*corner, PICTURE / wide, PICTURE / high)), mistake)
-    title = f"The most confident mistakes, {len(mistakes):,} of {total:,}"
-    figure.text(0, 1, title, va="top", fontsize=11, fontweight="bold", color=INK)
-    save_figure(figure, path)
-
-
-def _draw_mistake(axes: Axes, mistake: ShownMistake) -> None:
-    axes.imshow(mistake.image, interpolation="nearest", aspect="auto")
-    axes.axis("off")
-    lines = (
-        (f"{shorten_name(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
-        (f"is {shorten_name(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
-        (shorten_name(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
-    )
-    for index, (text, size, colour, weight) in enumerate(lines):
-        style: dict[str, Any] = {"fontsize": size, "color": colour, "fontweight": weight}
-        axes.annotate(
-            text, (0, 0), (0, -3 - 11 * index), xycoords="axes fraction", textcoords="offset points", va="top", **style
-        )

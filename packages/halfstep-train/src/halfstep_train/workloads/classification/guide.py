@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Samples
-from halfstep_train.workloads.base.guiding import OpenedData, measure_median_size, read_size
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData, measure_median_size, read_size
 from halfstep_train.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep_train.workloads.classification.data import open_image_data
 
@@ -21,19 +20,20 @@ SMALL_SIDE, PATCHES_PER_SIDE = 64, 8
 per side."""
 
 
-class Guide:
+class Guide(Guiding):
     """Guide to image classifiers."""
 
     small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}
 
     def open(self, config: ClassifierConfig) -> OpenedData:
         data = open_image_data(config.data)
+        assert isinstance(data.train, TrainingFiles | TrainingImages)
         return OpenedData(
             train=data.train,
             val=data.val,
             store={"classes": list(data.classes)},
             classes=tuple(data.titles.get(name, name) for name in data.classes),
-            counts=_count_labels(data.train, len(data.classes)),
+            counts=tuple(torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()),
             notes=data.notes,
             sides=measure_sides(data.train),
         )
@@ -48,17 +48,6 @@ class Guide:
         if side <= SMALL_SIDE and isinstance(config, ViTConfig):
             paths["model.patch"] = side // PATCHES_PER_SIDE
         return paths
-
-
-def _count_labels(train: Samples, num_classes: int) -> tuple[int, ...]:
-    if isinstance(train, TrainingFiles):
-        labels: Sequence[int] = train.listing.labels
-    elif isinstance(train, TrainingImages):
-        labels = train.images.labels.tolist()
-    else:
-        return ()
-    counted = Counter(labels)
-    return tuple(counted[number] for number in range(num_classes))
 
 
 def measure_sides(train: Samples) -> tuple[int, int] | None:

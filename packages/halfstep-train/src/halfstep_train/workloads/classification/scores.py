@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.prefetching import send_to_device
-from halfstep_train.data.seeds import get_batch_key
+from halfstep_train.data.seeds import Key
 from halfstep_train.workloads.base.sums import Sums
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 
@@ -30,7 +30,8 @@ def mix(batch: Mapping[str, Tensor], spec: ImageAugmentConfig, *, key: tuple[int
     """Mix each image with its neighbour in the batch by Mixup (Zhang et al. 2017) or CutMix (Yun et al. 2019), with
     the alpha of a Beta(alpha, alpha). `label_b` is the neighbour's label, `lam` the weight of `label`."""
     image, label = batch["image"], batch["label"]
-    random = np.random.default_rng((*get_batch_key(key), MIX_STREAM))
+    # What is drawn once per micro-batch is the same for every rank that has a part of it.
+    random = np.random.default_rng((*(key.batch if isinstance(key, Key) else key), MIX_STREAM))
     # Always draw all numbers, so that one setting does not alter the random numbers of the others.
     _, kind, *centre = random.random(4)
     cuts = spec.cutmix > 0 and (kind < 0.5 or spec.mixup == 0)

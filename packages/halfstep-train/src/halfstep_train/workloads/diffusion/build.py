@@ -17,8 +17,8 @@ from halfstep_train.data import noise
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.loader import Samples
 from halfstep_train.data.seeds import make_generator
+from halfstep_train.workloads.base.frozen_vae import LatentDraws
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.latent_store import LatentDraws
 from halfstep_train.workloads.base.workload import Batch, Workload
 from halfstep_train.workloads.diffusion import vae as autoencoder
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
@@ -27,7 +27,9 @@ from halfstep_train.workloads.diffusion.diffusers_blocks import find_blocks
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, Net, dump_config
 from halfstep_train.workloads.diffusion.latents import describe_truncated_captions, open_samples
 from halfstep_train.workloads.diffusion.networks import (
+    AdoptedSettings,
     DiffusionParts,
+    adopt_settings,
     build_unet,
     list_frozen_parts,
     open_parts,
@@ -36,7 +38,6 @@ from halfstep_train.workloads.diffusion.networks import (
 from halfstep_train.workloads.diffusion.noise_schedule import NoiseDraws, add_noise, make_target
 from halfstep_train.workloads.diffusion.sampling import ImageSampler, check_steps
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
-from halfstep_train.workloads.diffusion.weights_settings import AdoptedSettings, adopt_settings
 
 FRAGILE = (
     "noising: in a half format no noise would be added at the first timesteps",
@@ -151,8 +152,7 @@ class DiffusionForward:
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         x0 = batch["image"] if self.draw_latents is None else self.draw_latents(batch)
         signal, sigma = batch["signal"], batch["sigma"]
-        # With input perturbation the input has more noise than the target.
-        x_t = add_noise(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
+        x_t = add_noise(x0, batch["noise"], signal, sigma)
         keywords = self.conditions.make_keywords(batch)
         return {
             "prediction": model(x_t, batch["timestep"], **keywords, return_dict=False)[0],

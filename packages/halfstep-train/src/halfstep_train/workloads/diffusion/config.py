@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -38,10 +38,6 @@ class ImageFolderConfig(FolderConfig):
 class DiffusionDataConfig(ImageFolderConfig, LabelledFolderConfig):
     """A folder of images, with classes or captions if the model is conditioned on them."""
 
-    class_file: FilePath = Field(
-        default=None,
-        description="Text file with one class per line, in the order of their indices; default: sorted folder names",
-    )
     text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
     cache: LatentCaching = Field(
         default="off",
@@ -116,10 +112,6 @@ class NoiseConfig(Section):
     offset: OffNumber = Field(
         default=0.0, description="Offset noise: strength of extra noise that is constant over each channel"
     )
-    input_perturbation: OffNumber = Field(
-        default=0.0,
-        description="Input perturbation: extra noise in the input that is not in the target (0.1 in Ning et al. 2023)",
-    )
 
     @model_validator(mode="after")
     def check_betas(self) -> Self:
@@ -161,12 +153,16 @@ class DiffusionModelConfig(UNetSize):
         return self
 
 
+Sampler = Literal["ddim", "dpm"]
+SAMPLERS: tuple[str, ...] = get_args(Sampler)
+
+
 class SampleConfig(Section):
     """Samples that are drawn during training; `halfstep predict` has options of the same names."""
 
     num: PositiveCount = Field(default=16, description="Number of images in the grid")
     steps: PositiveCount = Field(default=50, description="Sampling steps")
-    sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
+    sampler: Sampler = Field(default="ddim", description="DDIM or DPM-Solver++")
     guidance: Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)] = Field(
         default=3.0, description="Classifier-free guidance scale of conditional models; 1: none"
     )

@@ -8,7 +8,6 @@ DIR/<class>/*, DIR/train/<class>/*        classes (data/image_folder.py)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from halfstep_train.data.files import (
     IMAGE_ENDINGS,
     BadFiles,
     list_image_files,
-    list_some,
     make_natural_key,
     require_folder,
     split_off,
@@ -71,7 +69,7 @@ def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = 
     else:
         assert isinstance(config, DiffusionDataConfig)
         if conditioning == "class":
-            found = find_classes(root, layout, Path(config.class_file) if config.class_file else None)
+            found = find_classes(root, layout)
         else:
             found, texts, notes = find_captioned_images(root, layout, config.text_column)
     images = check_images(found, bad_files=bad_files)
@@ -144,48 +142,14 @@ def find_captioned_images(
     return images, train | val, notes
 
 
-def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> ImageFolder:
-    """Return the images of class folders or of a label table; an optional file assigns a number to each class.
+def find_classes(root: Path, layout: FolderLayout) -> ImageFolder:
+    """Return the images of class folders or of a label table.
 
     A column called `text` is not a class column unless the config names it.
     """
     images = find_images(root, replace(layout, label_columns=CLASS_COLUMNS))
-    if class_file is not None:
-        images = _renumber(images, read_class_names(class_file), class_file)
     _refuse_few(root, len(images.train) + len(images.val))
     return images
-
-
-def read_class_names(path: Path) -> tuple[str, ...]:
-    """Read one class name per line; the first is class 0."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot read the class file {path}", why=str(error), fix="write a text file with one class per line"
-        ) from error
-    names = tuple(line for line in lines if line)
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(
-            f"{path} names {list_some(twice)} twice", why="each class has one index", fix="write one line per class"
-        )
-    return names
-
-
-def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageFolder:
-    """Number the classes in the order of `names`."""
-    if different := sorted(set(names) ^ set(images.classes)):
-        raise DataError(
-            f"{source} does not match the classes of {images.root}",
-            why=f"only one of them has {list_some(different)}",
-            fix="write one line per class folder",
-        )
-    number = {name: k for k, name in enumerate(names)}
-    train, val = (
-        replace(listing, labels=tuple(number[images.classes[label]] for label in listing.labels))
-        for listing in (images.train, images.val)
-    )
-    return replace(images, classes=tuple(names), train=train, val=val)
 
 
 def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout, *, divided: bool) -> ImageFolder:

@@ -18,6 +18,7 @@ from torch import Tensor
 from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, Interrupted, ModelError, explain_refused_pickle, format_count, suggest_install
 from halfstep_train.models.posterior import Codec, split_moments
+from halfstep_train.workloads.diffusion.config import DiffusionModelConfig
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Most groups of a GroupNorm, as in all published models, and fewest channels per group. Narrow levels get fewer
@@ -49,36 +50,29 @@ def make_vae_config(*, channels: Sequence[int], layers: int, latent_channels: in
 
 
 def make_unet_config(
-    *,
-    sample_size: int,
-    sample_channels: int,
-    channels: Sequence[int],
-    layers: int,
-    attention: Sequence[int] | None,
-    attention_head_dim: int,
-    dropout: float = 0.0,
-    num_classes: int = 0,
-    text_dim: int = 0,
+    settings: DiffusionModelConfig, shape: Sequence[int], *, num_classes: int = 0, text_dim: int = 0
 ) -> dict[str, Any]:
-    """Return the config of a UNet2DModel or, with text, of a UNet2DConditionModel, as in diffusers' examples."""
+    """Return the config, for samples of shape (C, H, W), of a UNet2DModel or, with text, of a UNet2DConditionModel, as
+    in diffusers' examples."""
+    channels, attention = settings.channels, settings.attention
     levels = len(channels)
     if attention is None:
-        attention = range(levels - 1) if text_dim else [max(0, levels - 2)]
+        attention = tuple(range(levels - 1)) if text_dim else (max(0, levels - 2),)
     if outside := [level for level in attention if not 0 <= level < levels]:
         raise ConfigError(f"model.attention names level {outside[0]} of {levels}", fix=f"use levels 0 to {levels - 1}")
     kind = "CrossAttn" if text_dim else "Attn"
     has_attention = [level in set(attention) for level in range(levels)]
     config: dict[str, Any] = {
         "_class_name": TEXT_UNET if text_dim else UNET,
-        "sample_size": sample_size,
-        "in_channels": sample_channels,
-        "out_channels": sample_channels,
+        "sample_size": shape[1],
+        "in_channels": shape[0],
+        "out_channels": shape[0],
         "down_block_types": [f"{kind}DownBlock2D" if yes else "DownBlock2D" for yes in has_attention],
         "up_block_types": [f"{kind}UpBlock2D" if yes else "UpBlock2D" for yes in reversed(has_attention)],
         "block_out_channels": list(channels),
-        "layers_per_block": layers,
-        "attention_head_dim": attention_head_dim,
-        "dropout": dropout,
+        "layers_per_block": settings.layers,
+        "attention_head_dim": settings.attention_head_dim,
+        "dropout": settings.dropout,
         "norm_num_groups": _count_norm_groups(channels),
     }
     if num_classes:
@@ -217,20 +211,10 @@ class DiffusersCodec(Codec):
 CODEC = DiffusersCodec()
 
 
-def scale_latents(vae: Net, latents: Tensor) -> Tensor:
-    """Shift and scale latents of the VAE to those of the U-Net."""
-    return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-
-
 def decode_scaled(vae: Net, latents: Tensor) -> Tensor:
     """Decode latents of the U-Net to images (N, 3, H, W) in -1..1, in fp32."""
     shift = vae.config.shift_factor or 0.0
     return CODEC.decode(vae, latents.float() / vae.config.scaling_factor + shift).float()
-
-
-def set_checkpointing(net: Net, on: bool) -> None:
-    if on:
-        net.enable_gradient_checkpointing()
 
 
 def _count_norm_groups(channels: Sequence[int]) -> int:
@@ -255,8 +239,3 @@ def import_diffusers_class(name: str) -> Any:
             why=" ".join(str(error).split()),
             fix=suggest_install("diffusers", "transformers", "tokenizers"),
         ) from error
-
-
-def freeze_(net: Net) -> Net:
-    """Freeze a module in place and set it to eval mode."""
-    return net.requires_grad_(False).eval()

@@ -9,24 +9,20 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.disk import name_hidden, remove_leftovers
-from halfstep.errors import ConfigError, ModelError
+from halfstep.errors import ModelError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
 from halfstep_train.report.results import Cell
-from halfstep_train.workloads.base.other_data import use_all_pictures
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation
+from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation, use_all_pictures
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.diffusion.build import DiffusionForward
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
@@ -34,7 +30,6 @@ from halfstep_train.workloads.diffusion.data import to_bytes
 from halfstep_train.workloads.diffusion.sampling import ImageSampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics
 
-FEWEST_FOR_FID = 2
 LARGEST_SUBSET, NUM_SUBSETS = 100, 10
 """Subsets over which KID is averaged."""
 SHOWN = 8
@@ -52,13 +47,10 @@ class DiffusionEvaluation(PlainEvaluation):
         found = use_all_pictures(config, folder)
         if config.data.cache == "off":
             return found
-        shared = Path(tempfile.gettempdir()) / "halfstep-latents"
-        remove_leftovers(shared)  # of processes that were killed
-        folder_of_process = name_hidden(shared)
-        folder_of_process.mkdir(mode=0o700, exist_ok=True)
-        atexit.register(shutil.rmtree, folder_of_process, ignore_errors=True)
-        file = folder_of_process / f"{uuid.uuid4().hex}.safetensors"
-        return found.replace(data={"cache": config.data.cache, "cache_file": str(file), "flip": 0.0})
+        scratch = Path(tempfile.mkdtemp(prefix="halfstep-latents-"))
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        file = str(scratch / "latents.cache")
+        return found.replace(data={"cache": config.data.cache, "cache_file": file, "flip": 0.0})
 
     metrics: DenoisingMetrics
 
@@ -95,11 +87,6 @@ class DiffusionEvaluation(PlainEvaluation):
         features = open_features(Path(options["features"]), trained.device)
         num = options["num"] or len(self.workload.val_samples)
         real = load_real_pictures(self.workload, sampler, trained.device)
-        if min(num, len(real)) < FEWEST_FOR_FID:
-            raise ConfigError(
-                f"FID cannot be computed from {min(num, len(real))} images",
-                fix=f"use at least {FEWEST_FOR_FID}: --num N",
-            )
         made = []
         with request.phase("Sampling", num) as bar, trained.inference():
             for start in range(0, num, size):
@@ -131,21 +118,16 @@ def measure_distances(
     subset = min(LARGEST_SUBSET, len(real), len(made))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # KID warns that it stores all features
-        meters: dict[str, Any] = {
-            "fid": FrechetInceptionDistance(feature=features, normalize=False),
-            "kid": KernelInceptionDistance(feature=features, subsets=NUM_SUBSETS, subset_size=subset),
-        }
-    for name, meter in meters.items():
-        meter.to(device)
-        if name == "fid":
-            meter.set_dtype(torch.float64)
+        fid = FrechetInceptionDistance(feature=features, normalize=False).to(device).set_dtype(torch.float64)
+        kid = KernelInceptionDistance(feature=features, subsets=NUM_SUBSETS, subset_size=subset).to(device)
+    for meter in (fid, kid):
         for pictures, is_real in ((real, True), (made, False)):
             for part in pictures.split(size):
                 meter.update(part.permute(0, 3, 1, 2).to(device), real=is_real)
     with torch.random.fork_rng(devices=[]):  # KID draws subsets from the global generator
         torch.manual_seed(0)
-        mean, deviation = meters["kid"].compute()
-    return {"fid": float(meters["fid"].compute()), "kid": float(mean), "kid_std": float(deviation)}
+        mean, deviation = kid.compute()
+    return {"fid": float(fid.compute()), "kid": float(mean), "kid_std": float(deviation)}
 
 
 def open_features(path: Path, device: torch.device) -> nn.Module:

@@ -20,7 +20,7 @@ from torch import Tensor
 from halfstep.disk import write_atomically
 from halfstep.tensor_files import take, write_tensors
 from halfstep_train.models.weights import stream_weights
-from halfstep_train.workloads.base.latent_store import ENCODED_AT_ONCE
+from halfstep_train.workloads.base.frozen_vae import ENCODED_AT_ONCE
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, import_diffusers_class

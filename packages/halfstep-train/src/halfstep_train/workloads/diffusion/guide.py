@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from PIL import Image
-from torch import Tensor
-
-from halfstep_train.workloads.base.guiding import OpenedData, measure_median_size, read_size
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData, measure_median_size, read_size
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data
 
@@ -15,7 +12,7 @@ SMALLEST_LEVEL = 4
 """Smallest useful side of the deepest level, in pixels."""
 
 
-class Guide:
+class Guide(Guiding):
     """Guide to diffusion models."""
 
     small_on_cpu = {"data.image_size": 32, "model.channels": (32, 64, 64), "model.attention": (2,)}
@@ -30,9 +27,6 @@ class Guide:
             notes=data.notes,
             sides=measure_median_size(len(data.train), lambda index: read_size(data.train.paths[index])),
         )
-
-    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
-        return f"picture {index}", Image.fromarray(sample["image"].numpy())
 
     def suggest_for_side(self, config: DiffusionConfig | VaeConfig, side: int) -> dict[str, Any]:
         """Return an image size up to `side` that every level can halve, with fewer levels for small images."""

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, format_count
 from halfstep_train.data.loader import Samples
-from halfstep_train.workloads.base.latent_store import (
+from halfstep_train.workloads.base.frozen_vae import (
     CachedLatents,
     Encoding,
+    FormatChoice,
     LatentCache,
     WithColumn,
+    choose_vae_format,
     describe_pack,
     describe_resume,
     hash_weights,
     refuse_uncached,
 )
-from halfstep_train.workloads.base.vae_format import FormatChoice, choose_vae_format, pick_training_device
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.data import (
     DiffusionData,
@@ -30,8 +31,13 @@ from halfstep_train.workloads.diffusion.data import (
     scale_images,
 )
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC
-from halfstep_train.workloads.diffusion.networks import Conditions, DiffusionParts, TextConditions, open_parts
-from halfstep_train.workloads.diffusion.weights_settings import adopt_settings
+from halfstep_train.workloads.diffusion.networks import (
+    Conditions,
+    DiffusionParts,
+    TextConditions,
+    adopt_settings,
+    open_parts,
+)
 
 TRIED_IMAGES = 8
 """Images on which the formats of the VAE are compared."""
@@ -82,11 +88,10 @@ def open_samples(
 ) -> OpenedSamples:
     """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
     tokens = None
+    listings = (data.train, data.val)
+    plain: list[Samples] = [make_square_samples(listing, config.data.image_size) for listing in listings]
     if isinstance(parts.conditions, TextConditions):
         tokens = [parts.conditions.tokenize(captions) for captions in data.captions]
-    train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
-    plain: list[Samples] = [train, val]
-    if tokens is not None:
         plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
     if parts.vae is None:
         return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
@@ -115,11 +120,7 @@ def choose_format(config: DiffusionConfig, data: DiffusionData, parts: Diffusion
     if requested is None and default in ("fp32", "tf32"):
         return FormatChoice(name=default, why="the format of the run")
     samples = make_square_samples(data.train, config.data.image_size)
-    # Formats are compared by a round trip through the VAE, on the device that will train.
-    device, trip = pick_training_device(config), CODEC.decode_means
-    return choose_vae_format(
-        parts.vae, trip, lambda: pick_images(samples), device, requested or "auto", config.precision
-    )
+    return choose_vae_format(config, parts.vae, CODEC.decode_means, lambda: pick_images(samples), requested or "auto")
 
 
 def _open_cached(
@@ -134,9 +135,9 @@ def _open_cached(
             why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
             fix="restore that VAE, or start a new run",
         )
-    cache, is_new = make_encoding(config, data, parts.vae, form).open_or_encode()
+    cache = make_encoding(config, data, parts.vae, form).open_or_encode()
     line = f"cached in {cache.path}, {_describe_views(cache)}"
-    line += describe_resume(cache, stored["latents_sha256"], is_new=is_new)
+    line += describe_resume(cache, stored["latents_sha256"])
     # One cache holds both splits, training images first.
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
@@ -165,10 +166,10 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     choice = choose_format(config, data, parts)
-    cache, is_new = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
+    cache = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
     images = format_count(len(cache.moments), "image")
     text = f"latents of {images}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
-    return describe_pack(cache, text, is_new=is_new, format=choice.name)
+    return describe_pack(cache, text, format=choice.name)
 
 
 def _describe_views(cache: LatentCache) -> str:

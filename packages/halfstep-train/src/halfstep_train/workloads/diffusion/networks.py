@@ -1,23 +1,29 @@
-"""The networks of a diffusion model: a new or loaded U-Net, the frozen VAE and text encoder, and the conditions."""
+"""The networks of a diffusion model: a new or loaded U-Net, the frozen VAE and text encoder, and the conditions.
+
+`adopt_settings` takes schedule, target and sample size from the folder of a trained U-Net, which infers the noise level
+from the timestep: with another schedule or target, fine-tuning would silently start from scratch. Settings that the
+user leaves open come from the folder; settings of the user win, and differences are reported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, suggest_install
 from halfstep.islands import fp32_island
 from halfstep_train.data import noise
 from halfstep_train.data.files import list_some
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.workloads.base.workload import Batch, FrozenPart
-from halfstep_train.workloads.diffusion.config import DiffusionConfig
+from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import (
     IMAGE_CHANNELS,
     TEXT_UNET,
@@ -28,14 +34,13 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     choose_weight_files,
     count_halvings,
     find_net_folder,
-    freeze_,
     get_latent_shape,
     is_on_meta,
     make_unet_config,
     open_net,
     refuse_missing_weights,
-    set_checkpointing,
 )
+from halfstep_train.workloads.diffusion.noise_schedule import THEIR_SCHEDULES, THEIR_TARGETS
 
 MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
 """Settings of diffusers' U-Nets that need inputs that are not supported."""
@@ -74,7 +79,7 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionPa
     if not settings.vae:
         return DiffusionParts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
     folder = find_net_folder(settings.vae, "vae", "model.vae")
-    vae = freeze_(open_net(folder, [VAE]))
+    vae = open_net(folder, [VAE]).requires_grad_(False).eval()
     divide_side(side, 2 ** count_halvings(vae.config), LEVELS_HALVE)
     return DiffusionParts(conditions=conditions, vae=vae, vae_source=str(folder), shape=get_latent_shape(vae, side))
 
@@ -88,19 +93,13 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
-        given = {"channels", "layers", "attention", "attention_head_dim", "dropout"}
-        model = build_net(
-            make_unet_config(
-                **config.model.model_dump(include=given),
-                sample_size=parts.shape[1],
-                sample_channels=parts.shape[0],
-                num_classes=parts.conditions.num_classes,
-                text_dim=parts.conditions.text_dim,
-            )
-        )
+        conditions = parts.conditions
+        sizes = {"num_classes": conditions.num_classes, "text_dim": conditions.text_dim}
+        model = build_net(make_unet_config(config.model, parts.shape, **sizes))
     vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
     divide_side(config.data.image_size, 2 ** (vae_halvings + count_halvings(model.config)), LEVELS_HALVE)
-    set_checkpointing(model, config.train.activation_checkpointing)
+    if config.train.activation_checkpointing:
+        model.enable_gradient_checkpointing()
     return model
 
 
@@ -241,7 +240,7 @@ def open_text(folder: str) -> TextConditions:
             why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
             fix="give a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
         ) from error
-    return TextConditions(freeze_(encoder), tokenizer)
+    return TextConditions(encoder.requires_grad_(False).eval(), tokenizer)
 
 
 @contextmanager
@@ -263,3 +262,97 @@ def silence_transformers() -> Iterator[None]:
 
 def _draw_dropped(key: tuple[int, ...], num: int, device: torch.device, share: float) -> Tensor:
     return noise.uniform(key, num, (), device, stream="drop_condition") < share
+
+
+# --- the settings with which weights were trained ---
+
+
+OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}
+OUR_TARGETS = {theirs: ours for ours, theirs in THEIR_TARGETS.items()}
+THEIR_NUMBERS = {
+    "steps": "num_train_timesteps",
+    "beta_start": "beta_start",
+    "beta_end": "beta_end",
+    "zero_terminal_snr": "rescale_betas_zero_snr",
+}
+"""diffusers' names, by ours; the defaults are the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedSettings:
+    """A config with the settings of a folder, those settings by path, and notes about differences."""
+
+    config: DiffusionConfig
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    about: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
+    """Return the config with settings from `model.weights` where the user left them open."""
+    if not config.model.weights:
+        return AdoptedSettings(config=config)
+    unet = find_net_folder(config.model.weights, "unet", "model.weights")
+    schedule, notes = _read_schedule(config.model.weights, unet)
+    adopted, settled = config, dict[str, Any]()
+    for path, value in {**schedule, **_read_size(config, unet)}.items():
+        section, name = path.split(".")
+        given = getattr(config, section)
+        if name not in given.model_fields_set:
+            settled[path] = value
+            adopted = adopted.replace(**{section: {name: value}})
+        elif getattr(given, name) != value:
+            notes.append(f"{path}={getattr(given, name)}: {unet.parent} was trained with {value}")
+    text = ", ".join(f"{path}={value}" for path, value in settled.items())
+    if why := adopted.explain_untrainable():
+        raise ConfigError(
+            why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"
+        )
+    return AdoptedSettings(
+        config=adopted,
+        settled=settled,
+        about=(("from the weights", text),) if text else (),
+        notes=tuple(notes),
+    )
+
+
+def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the schedule of a pipeline as settings by path, and notes; empty if it has no scheduler."""
+    path = unet.parent / "scheduler" / "scheduler_config.json"
+    if not path.is_file():
+        return {}, []
+    found = _read_json(path)
+    try:
+        if found.get("trained_betas") is not None:
+            raise ValueError("trained_betas")
+        values = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
+        noise = NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[found["beta_schedule"]], **values})
+        target = OUR_TARGETS[found.get("prediction_type", "epsilon")]
+    except (KeyError, ValueError, TypeError) as error:
+        what = f"{path} contains a diffusion process that is not supported: {' '.join(str(error).split())}"
+        if unet == Path(weights).expanduser():  # the user named the U-Net, not the pipeline: ignore its schedule
+            return {}, [f"{what}; noise.* and model.target are used"]
+        raise ConfigError(
+            what,
+            why="its U-Net was trained with that process",
+            fix="give the U-Net's folder (model.weights=DIR/unet) to train with noise.* and model.target",
+        ) from error
+    theirs = {f"noise.{name}": getattr(noise, name) for name in ("schedule", *THEIR_NUMBERS)}
+    return {**theirs, "model.target": target}, []
+
+
+def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
+    """Return the image size that the U-Net was trained on, as a setting; empty if unknown."""
+    side = _read_json(unet / "config.json").get("sample_size")
+    if type(side) is not int or side < 1:
+        return {}
+    if config.model.vae:
+        side <<= count_halvings(_read_json(find_net_folder(config.model.vae, "vae", "model.vae") / "config.json"))
+    return {"data.image_size": side}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(parse_json(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"cannot read {path}", why=str(error), fix="save the model again") from error

@@ -124,12 +124,7 @@ class NoiseDraws:
             # Offset noise: one more random number per channel, so that the model learns to change the mean brightness.
             channel = noise.normal(key, num, (self.shape[0], 1, 1), device, stream="offset")
             eps = eps + self.config.offset * channel
-        drawn = {"timestep": timestep, "noise": eps} | {name: table[timestep] for name, table in tables.items()}
-        if self.config.input_perturbation and index is None:
-            # Input perturbation (Ning et al. 2023): the network sees more noise than the target has, in training only.
-            more = noise.normal(key, num, self.shape, device, stream="perturbation")
-            drawn["input_noise"] = eps + self.config.input_perturbation * more
-        return drawn
+        return {"timestep": timestep, "noise": eps} | {name: table[timestep] for name, table in tables.items()}
 
     def _get_tables(self, device: torch.device) -> dict[str, Tensor]:
         """Return the tables on a device. They are copied once: a copy in every step would synchronise."""

@@ -22,7 +22,7 @@ from halfstep_train.workloads.base.using import FilePredictor, Input, PredictReq
 from halfstep_train.workloads.base.vae_trainer import VaeNet
 from halfstep_train.workloads.base.workload import Batch
 from halfstep_train.workloads.diffusion import vae as autoencoder
-from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
+from halfstep_train.workloads.diffusion.config import SAMPLERS, DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import scale_images, to_bytes
 from halfstep_train.workloads.diffusion.networks import (
     ClassConditions,
@@ -44,7 +44,7 @@ class SamplePredictor:
         self.config, self.parts = config, open_parts(config, tuple(store["classes"]))
         self.model = build_unet(config, self.parts, store)
         self.frozen = list_frozen_parts(config, self.parts, with_vae=config.data.cache == "off")
-        self.sampler = ImageSampler(config, self.parts, store)
+        self.store = store
 
     def answer_all(
         self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
@@ -54,10 +54,17 @@ class SamplePredictor:
         assert out is not None
         num, size = int(options["num"]), self.config.train.batch_size
         bar.total = num
+        sampler = ImageSampler(set_sampling(self.config, options), self.parts, self.store)
         samples: list[Tensor] = []
         path: list[Tensor] = []
         for start in range(0, num, size):
-            images, states = self._make_images(trained, options, start, min(size, num - start))
+            here = min(size, num - start)
+            key = Key.for_sampling(int(options["seed"]), start)
+            given = make_conditions(self.parts.conditions, options, here, trained.device)
+            with trained.inference():
+                images, states = sampler.make_images(
+                    trained.model, key, here, conditions=given, kept=0 if start else PATH_STATES
+                )
             samples.append(images)
             path = path or [*states, images[:PATH_IMAGES]]
             for k, image in enumerate(images, start=start):
@@ -67,18 +74,14 @@ class SamplePredictor:
         save_picture(Image.fromarray(arrange_grid(torch.cat(samples).numpy())), out / "grid.png")
         save_picture(Image.fromarray(draw_path([state.numpy() for state in path])), out / "path.png")
 
-    def _make_images(
-        self, trained: TrainedModel, options: Mapping[str, Any], start: int, num: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        with trained.inference():
-            return self.sampler.make_images(
-                trained.model,
-                Key.for_sampling(int(options["seed"]), start),
-                num,
-                conditions=make_conditions(self.parts.conditions, options, num, trained.device),
-                kept=PATH_STATES if start == 0 else 0,
-                **{name: options[name] for name in ("steps", "sampler", "guidance")},
-            )
+
+def set_sampling(config: DiffusionConfig, options: Mapping[str, Any]) -> DiffusionConfig:
+    """Return the config with the sampling options that were given."""
+    names = ("steps", "sampler", "guidance")
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    if given.get("sampler", "ddim") not in SAMPLERS:
+        raise ConfigError(f"unknown sampler {given['sampler']!r}", fix=" or ".join(SAMPLERS))
+    return config.replace(sample=given)
 
 
 def make_conditions(conditions: Conditions, options: Mapping[str, Any], num: int, device: torch.device) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
 from halfstep_train.data import noise
+from halfstep_train.workloads.base.frozen_vae import use_format
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.vae_format import use_format
 from halfstep_train.workloads.base.workload import Batch
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
 from halfstep_train.workloads.diffusion.data import to_bytes
-from halfstep_train.workloads.diffusion.diffusers_nets import decode_scaled, import_diffusers_class, scale_latents
+from halfstep_train.workloads.diffusion.diffusers_nets import decode_scaled, import_diffusers_class
 from halfstep_train.workloads.diffusion.networks import Conditions, DiffusionParts
 from halfstep_train.workloads.diffusion.noise_schedule import make_scheduler_config
 
@@ -41,32 +41,20 @@ class ImageSampler:
         decode."""
 
     def make_images(
-        self,
-        model: nn.Module,
-        key: tuple[int, ...],
-        num: int,
-        *,
-        conditions: Batch | None = None,
-        steps: int | None = None,
-        sampler: Sampler | None = None,
-        guidance: float | None = None,
-        kept: int = 0,
+        self, model: nn.Module, key: tuple[int, ...], num: int, *, conditions: Batch | None = None, kept: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
         """Return images as bytes (N, H, W, 3), and `kept` intermediate states.
 
-        Defaults come from the config. By default samples cycle through the classes, and captions are empty.
+        By default samples cycle through the classes, and captions are empty.
         """
         settings, device = self.config.sample, next(model.parameters()).device
-        steps, guidance = steps or settings.steps, settings.guidance if guidance is None else guidance
-        check_steps(steps, self.config)
+        check_steps(settings.steps, self.config)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
         # Pixels are in -1..1; latents have no such limits.
-        clips = self.parts.vae is None
-        scheduler = make_scheduler(sampler or settings.sampler, self.config, clips=clips)
-        denoise = make_guided_denoiser(
-            model, self.parts.conditions, conditions or self._make_default_conditions(num, device), guidance
-        )
-        found, path = run_sampler(denoise, scheduler, start, steps, kept)
+        scheduler = make_scheduler(self.config, clips=self.parts.vae is None)
+        given = conditions or self._make_default_conditions(num, device)
+        denoise = make_guided_denoiser(model, self.parts.conditions, given, settings.guidance)
+        found, path = run_sampler(denoise, scheduler, start, settings.steps, kept)
         return self._decode_to_bytes(found), [self._decode_to_bytes(state[:PATH_IMAGES]) for state in path]
 
     def draw_sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
@@ -81,7 +69,7 @@ class ImageSampler:
         """Decode the means of cached latents to image bytes."""
         vae = self.parts.vae
         assert vae is not None
-        return self._decode_to_bytes(scale_latents(vae, means.float()))
+        return self._decode_to_bytes((means.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
 
     def _make_default_conditions(self, num: int, device: torch.device) -> Batch:
         batch = self.parts.conditions.make_empty(num, device)
@@ -100,17 +88,14 @@ class ImageSampler:
         return images
 
 
-Sampler = Literal["ddim", "dpm"]
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t, timestep as a 0-dim tensor) -> prediction."""
 
 
-def make_scheduler(name: Sampler, config: DiffusionConfig, *, clips: bool) -> Any:
+def make_scheduler(config: DiffusionConfig, *, clips: bool) -> Any:
     """Return a diffusers scheduler; `clips` limits predictions to -1..1, which is correct for pixels only."""
-    if name not in get_args(Sampler):
-        raise ConfigError(f"unknown sampler {name!r}", fix=" or ".join(get_args(Sampler)))
     shared = make_scheduler_config(config.noise, config.model.target)
-    if name == "ddim":
+    if config.sample.sampler == "ddim":
         return import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
     return import_diffusers_class("DPMSolverMultistepScheduler")(**shared, algorithm_type="dpmsolver++")
 

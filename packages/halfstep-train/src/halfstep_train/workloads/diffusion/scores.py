@@ -62,41 +62,28 @@ class DenoisingMetrics(Sums):
 class ReconstructionMetrics(Sums):
     """Errors of reconstructions, KL divergence, and the standard deviation of latents."""
 
-    NAMES = ("images", "pixels", "absolute", "squared", "kl", "latents", "latent", "latent_squared")
-
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
         """Add the errors of one batch, without waiting for the device. Values are clipped to -1..1, as for display."""
-        image = batch["image"]
-        difference = to_fp32(outputs["image"]).clamp(-1, 1).double() - image.double()
-        latent, ones = outputs["latent"].double(), torch.ones((), dtype=torch.float64, device=image.device)
-        sums = torch.stack(
-            [
-                ones * len(image),
-                ones * image.numel(),
-                difference.abs().sum(),
-                difference.square().sum(),
-                outputs["kl"].double().sum(),
-                ones * latent.numel(),
-                latent.sum(),
-                latent.square().sum(),
-            ]
-        )
-        self.add(sums=sums)
+        difference = to_fp32(outputs["image"]).clamp(-1, 1).double() - batch["image"].double()
+        latent = outputs["latent"].double()
+        self.add_mean("l1", difference.abs())
+        self.add_mean("mse", difference.square())
+        self.add_mean("kl", outputs["kl"])
+        self.add_mean("latent", latent)
+        self.add_mean("latent_squared", latent.square())
 
     def compute(self) -> dict[str, float]:
         """Return `psnr` in dB, `l1` and `mse` of values in -1..1, `kl` per latent, `latent_std`; waits for the
         device."""
         if not self.sums:
             return {}
-        found = dict(zip(self.NAMES, self.sums["sums"].tolist(), strict=True))
-        mse = found["squared"] / found["pixels"]
-        mean = found["latent"] / found["latents"]
+        found = self.compute_means()
         return {
             # PSNR = 10 log10(peak² / mse); the range -1..1 has a peak-to-peak value of 2.
-            "psnr": 10 * math.log10(4 / mse) if mse > 0 else math.inf,
-            "l1": found["absolute"] / found["pixels"],
-            "mse": mse,
-            "kl": found["kl"] / found["images"],
+            "psnr": 10 * math.log10(4 / found["mse"]) if found["mse"] > 0 else math.inf,
+            "l1": found["l1"],
+            "mse": found["mse"],
+            "kl": found["kl"],
             # Rounding can make E[x²] - E[x]² slightly negative.
-            "latent_std": math.sqrt(max(0.0, found["latent_squared"] / found["latents"] - mean**2)),
+            "latent_std": math.sqrt(max(0.0, found["latent_squared"] - found["latent"] ** 2)),
         }

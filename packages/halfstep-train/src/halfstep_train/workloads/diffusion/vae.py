@@ -26,11 +26,9 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     count_halvings,
     dump_config,
     find_net_folder,
-    freeze_,
     get_latent_shape,
     make_vae_config,
     open_net,
-    set_checkpointing,
 )
 from halfstep_train.workloads.diffusion.scores import ReconstructionMetrics
 
@@ -84,7 +82,8 @@ def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Va
         sizes = settings.model_dump(include={"channels", "layers", "latent_channels"})
         vae = build_net(make_vae_config(**sizes, image_size=side))
     divide_side(side, 2 ** count_halvings(vae.config), LEVELS_HALVE)
-    set_checkpointing(vae, config.train.activation_checkpointing)
+    if config.train.activation_checkpointing:
+        vae.enable_gradient_checkpointing()
     if not settings.gan_weight:
         return VaeNet(vae, CODEC)
     return VaeNet(vae, CODEC, build_discriminator(side))
@@ -97,21 +96,19 @@ class PictureVaeTrainer(VaeTrainer):
     def __init__(self, config: VaeConfig, vae: Net) -> None:
         settings = config.model
         pixels = 3.0 * config.data.image_size**2
+        # Both losses are means: multiplied by the number of pixels, their gradients stay within the range of fp16.
+        critic = Critic(start=settings.gan_from_step, weight=settings.gan_weight, scales=(pixels, pixels))
         super().__init__(
             phase="vae",
             latent_shape=get_latent_shape(vae, config.data.image_size),
             kl_weight=settings.kl_weight,
-            # Both losses are means: multiplied by the number of pixels, their gradients stay within the range of fp16.
-            critic=Critic(
-                start=settings.gan_from_step,
-                weight=settings.gan_weight,
-                scales=(pixels, pixels),
-            )
-            if settings.gan_weight
-            else None,
+            critic=critic if settings.gan_weight else None,
         )
         self.settings, self.flip = settings, config.data.flip
-        self.vgg = _load_vgg(settings.vgg_weights) if settings.perceptual_weight and settings.vgg_weights else None
+        self.vgg: VggDistance | None = None
+        if settings.perceptual_weight and settings.vgg_weights:
+            self.vgg = VggDistance().requires_grad_(False).eval()
+            self.vgg.load_(read_weights(Path(settings.vgg_weights))[0], settings.vgg_weights)
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """Return images in -1..1, flipped at random in training."""
@@ -126,9 +123,3 @@ class PictureVaeTrainer(VaeTrainer):
                 return loss
             distance: Tensor = self.vgg(outputs["image"], batch["image"])
             return loss + self.settings.perceptual_weight * distance.mean()
-
-
-def _load_vgg(path: str) -> VggDistance:
-    vgg = VggDistance()
-    vgg.load_(read_weights(Path(path))[0], path)
-    return freeze_(vgg)

@@ -27,8 +27,8 @@ from halfstep_train.workloads.language.data import (
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep_train.workloads.language.scores import LanguageMetrics, count_targets
+from halfstep_train.workloads.language.texts import Tokens, TokenSamples
 from halfstep_train.workloads.language.tokenizers import Bpe, Tokenizer, save_tokenizer
-from halfstep_train.workloads.language.tokens import Tokens, TokenSamples
 from halfstep_train.workloads.language.writing import Sampling, continue_text
 
 SAMPLE_TOKENS = 200
@@ -94,18 +94,11 @@ def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
 
     def sample(model: nn.Module, key: Key) -> dict[str, str]:
         assert isinstance(model, GPT2)
-        device = model.transformer.wte.weight.device
-        return {
-            f"text_{seed}": continue_text(
-                model,
-                tokenizer,
-                "",
-                num_tokens=SAMPLE_TOKENS,
-                sampling=Sampling(temperature=0.8, seed=seed),
-                device=device,
-            )
-            for seed in range(2)
-        }
+        found = {}
+        for seed in range(2):
+            sampling = Sampling(temperature=0.8, seed=seed)
+            found[f"text_{seed}"] = continue_text(model, tokenizer, "", num_tokens=SAMPLE_TOKENS, sampling=sampling)
+        return found
 
     return sample
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,17 @@ from typing import Any
 from halfstep.errors import DataError, format_count
 from halfstep_train.data.files import BadFiles, list_some, require_folder
 from halfstep_train.workloads.language.config import LanguageConfig
-from halfstep_train.workloads.language.text_files import TextFiles, find_texts, read_text
+from halfstep_train.workloads.language.texts import (
+    Tokens,
+    choose_cache_path,
+    find_texts,
+    find_token_files,
+    open_or_tokenise,
+    open_tokens,
+    read_nanogpt_tokenizer,
+    read_text,
+    tokenise,
+)
 from halfstep_train.workloads.language.tokenizers import (
     TIKTOKEN,
     Bytes,
@@ -22,15 +32,6 @@ from halfstep_train.workloads.language.tokenizers import (
     identify,
     read_tokenizer,
     restore_tokenizer,
-)
-from halfstep_train.workloads.language.tokens import (
-    Tokens,
-    choose_cache_path,
-    find_token_files,
-    open_or_tokenise,
-    open_tokens,
-    read_nanogpt_tokenizer,
-    tokenise,
 )
 
 CHARACTERS = ("characters", "chars", "char")
@@ -83,27 +84,20 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
         )
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
+    notes = bad_files.notes
+    if texts.unread:
+        names = list_some((path.relative_to(root).as_posix() for path in texts.unread), 3)
+        notes = (*notes, f"not read: {format_count(len(texts.unread), 'other file')}: {names}")
     location = f"cached in {path}" if config.cache else "in memory"
+    text = f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}"
     return LanguageData(
         train=train,
         val=val,
         vocab=tokenizer.num_tokens,
         tokenizer=tokenizer,
-        about=(
-            (
-                "text",
-                f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}",
-            ),
-            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}"),
-        ),
-        notes=(*bad_files.notes, *_note_not_read(texts)),
+        about=(("text", text), ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}")),
+        notes=notes,
     )
-
-
-def _note_not_read(texts: TextFiles) -> Iterator[str]:
-    if texts.unread:
-        names = list_some((path.relative_to(texts.root).as_posix() for path in texts.unread), 3)
-        yield f"not read: {format_count(len(texts.unread), 'other file')}: {names}"
 
 
 def _open_ids(
@@ -132,10 +126,7 @@ def _open_ids(
         val=val,
         vocab=vocab,
         tokenizer=tokenizer,
-        about=(
-            ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
-            ("tokenizer", named),
-        ),
+        about=(("token ids", f"{num_files}, {_describe_sizes(train, val)}"), ("tokenizer", named)),
         notes=() if files[1] else (f"there is no validation: data.dir={root} contains no .bin with `val` in its name",),
     )
 

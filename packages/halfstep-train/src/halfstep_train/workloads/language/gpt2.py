@@ -214,12 +214,6 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits or, with targets, the loss; targets below 0 do not count."""
-        if tokens.shape[1] > self.size.context:  # the embedding's own error ends a CUDA process
-            raise ModelError(
-                f"{tokens.shape[1]} tokens for a model of context {self.size.context}",
-                why="it has position embeddings for that many tokens only",
-                fix="shorter texts, or a new model with a larger model.context",
-            )
         features = self.transformer(tokens)
         return self.compute_logits(features) if targets is None else self.compute_loss(features, targets)
 
@@ -271,9 +265,8 @@ def _compute_chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, voc
     return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
 
 
-def get_size(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
+def get_size(name: str, **given: int) -> GPT2Size:
     """Return the published size of a model; numbers above 0 replace the published ones."""
-    given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     return replace(GPT2S[name], **{part: value for part, value in given.items() if value})
 
 

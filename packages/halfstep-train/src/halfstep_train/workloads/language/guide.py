@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import textwrap
 from functools import partial
-from typing import Any, ClassVar
 
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from halfstep_train.workloads.base.guiding import OpenedData
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.language.build import check_length
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import open_language_data
+from halfstep_train.workloads.language.texts import TokenSamples
 from halfstep_train.workloads.language.tokenizers import Tokenizer
-from halfstep_train.workloads.language.tokens import TokenSamples
 
 PICTURE_SIDE, FONT_SIZE, LINE_CHARACTERS, LINES = 160, 11, 24, 10
 """Of a picture of text, in pixels; the last two are what fits."""
 
 
-class Guide:
+class Guide(Guiding):
     """Guide to language models."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {"model.depth": 4, "model.heads": 4, "model.dim": 128}
+    small_on_cpu = {"model.depth": 4, "model.heads": 4, "model.dim": 128}
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
@@ -53,6 +52,3 @@ class Guide:
         font = ImageFont.load_default(FONT_SIZE)
         ImageDraw.Draw(picture).multiline_text((4, 4), "\n".join(lines[:LINES]), fill="black", font=font)
         return f"window {index}", picture
-
-    def suggest_for_side(self, config: LanguageConfig, side: int) -> dict[str, Any]:
-        return {}  # texts have no sides

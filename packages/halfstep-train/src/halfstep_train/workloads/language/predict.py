@@ -40,30 +40,10 @@ class Writer:
         bar.total = options["num"]
         model, prompt = trained.model, options["prompt"]
         assert isinstance(model, GPT2)
-        _refuse_bad_utf8(prompt)
         for number in range(options["num"]):
             settings = {name: options[name] for name in ("temperature", "top_k", "top_p")}
             sampling = Sampling(**settings, seed=options["seed"] + number)
             with trained.inference():
-                continuation = continue_text(
-                    model,
-                    self.tokenizer,
-                    prompt,
-                    num_tokens=options["tokens"],
-                    sampling=sampling,
-                    device=trained.device,
-                )
-            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + continuation}
-            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + continuation})
-
-
-def _refuse_bad_utf8(prompt: str) -> None:
-    """Refuse a prompt with bytes that are not UTF-8, which Python passes as surrogates that cannot be encoded."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"the prompt {prompt!r} is not UTF-8",
-            why=f"character {error.start + 1} is a byte of another encoding",
-            fix="type it in a UTF-8 terminal (locale), or convert the file it comes from with iconv",
-        ) from error
+                new = continue_text(model, self.tokenizer, prompt, num_tokens=options["tokens"], sampling=sampling)
+            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + new}
+            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + new})

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.workloads.base.other_data import use_folder
 from halfstep_train.workloads.base.sums import Sums
-from halfstep_train.workloads.base.using import PlainEvaluation
+from halfstep_train.workloads.base.using import PlainEvaluation, use_folder
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.language.tokens import TokenSamples
+from halfstep_train.workloads.language.texts import TokenSamples
 
 
 def count_targets(batch: Mapping[str, Tensor]) -> Tensor:

@@ -91,13 +91,11 @@ def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
     return int(torch.searchsorted(total, draw, right=True).clamp(max=len(total) - 1))
 
 
-def continue_text(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling, device: torch.device
-) -> str:
+def continue_text(model: GPT2, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling) -> str:
     """Return the text that the model writes after a prompt; without one, after the end of a document or a line
     break."""
     ids = tokenizer.encode(prompt or _choose_beginning(tokenizer), source="the prompt").tolist()
-    start = torch.tensor(ids or [tokenizer.end or 0], device=device)
+    start = torch.tensor(ids or [tokenizer.end or 0], device=model.transformer.wte.weight.device)
     new = list(write_tokens(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))
     # Many tokenizers drop a leading space when decoding, so decode the new tokens together with the prompt.
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])

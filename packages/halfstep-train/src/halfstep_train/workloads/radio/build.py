@@ -19,13 +19,16 @@ from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
+from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.latent_store import LatentDraws
-from halfstep_train.workloads.base.vae_format import choose_vae_format, pick_training_device
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio import build_vae
-from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.config import (
+    FirstStageConfig,
+    RadioDiffConfig,
+    RadioDiffModelConfig,
+    RadioVaeConfig,
+)
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
@@ -37,13 +40,12 @@ from halfstep_train.workloads.radio.first_stage import (
     open_first_stage,
     read_some_maps,
 )
-from halfstep_train.workloads.radio.layers import LinearAttention, TimedBlock
-from halfstep_train.workloads.radio.names import rename_unet_weight, rename_weights
-from halfstep_train.workloads.radio.pictures import draw_samples
-from halfstep_train.workloads.radio.relation import Relation
+from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.names import rename_unet_weights
+from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
-from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
-from halfstep_train.workloads.radio.unet import RadioUNet
+from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock
+from halfstep_train.workloads.radio.unet import LinearAttention, RadioUNet, Relation, TimedBlock
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
 FRAGILE = (
@@ -106,17 +108,14 @@ def _choose_format(
 
     Return settings that follow from the choice, and lines for the run's header.
     """
-    modules, device = config.precision.modules, pick_training_device(config)
+    modules = config.precision.modules
     if "vae" not in modules:
         return {}, ()
-    choice = choose_vae_format(
-        vae,
-        CODEC.decode_means,
-        lambda: torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
-        device,
-        modules["vae"],
-        config.precision,
-    )
+
+    def read_images() -> Tensor:
+        return torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold)))
+
+    choice = choose_vae_format(config, vae, CODEC.decode_means, read_images, modules["vae"])
     settled = {"precision.modules": {**modules, "vae": choice.name}}
     return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
 
@@ -131,24 +130,7 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
     settings, reduction = config.model, get_reduction(store["sizes"])
     channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
     divide_side(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1), LEVELS_HALVE)
-    pyramid = SwinPyramid(
-        dim=settings.pyramid.width,
-        depths=settings.pyramid.depths,
-        num_heads=settings.pyramid.num_heads,
-        window=settings.pyramid.window,
-        patch=reduction,
-        stochastic_depth=settings.pyramid.stochastic_depth,
-    )
-    unet = RadioUNet(
-        pyramid,
-        channels=channels,
-        dim=settings.width,
-        multipliers=settings.multipliers,
-        latent_size=(side, side),
-        windows=(settings.windows, settings.windows),
-        fourier_scale=settings.fourier_scale,
-        dropout=settings.dropout,
-    )
+    unet = RadioUNet(settings, channels=channels, latent_size=(side, side), patch=reduction)
     set_recompute(unet, "blocks" if config.train.activation_checkpointing else "none")
     return unet
 
@@ -156,7 +138,7 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
 def select_unet_weights(weights: Weights) -> Weights:
     """Return the U-Net's weights under our names, from our files or from a public checkpoint with both stages."""
     inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-    return rename_weights(rename_unet_weight, inner or weights)
+    return rename_unet_weights(inner or weights)
 
 
 def select_pyramid_weights(weights: Weights) -> Weights:
@@ -248,11 +230,8 @@ def make_workload(
     """Build the workload from its model, first stage and data."""
     denoising = Denoising(config, store, cast(RadioVAE, vae.module))
 
-    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return draw_samples(data.val, model, workload, key)
-
     settings = config.model
-    workload = Workload(
+    return Workload(
         name=config.workload,
         model=model,
         train_samples=data.train,
@@ -276,9 +255,8 @@ def make_workload(
         ),
         frozen={"vae": vae},
         settled=settled or {},
-        sample=draw,
+        sample=make_sampler(data.val, denoising.prepare, denoising.forward),
     )
-    return workload
 
 
 RadioConfig = RadioDiffConfig | RadioVaeConfig
@@ -302,5 +280,5 @@ def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Wor
     if isinstance(config, RadioVaeConfig):
         return build_vae.make_workload(config, build_vae.build_model(config), data)
     store = {**make_random_store(config), **store}
-    vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
+    vae = FrozenPart(module=RadioVAE(FirstStageConfig(**store["sizes"])).eval())
     return make_workload(config, store, build_unet(config, store), vae, data)

@@ -23,8 +23,7 @@ from halfstep_train.models.patch_gan import build_discriminator
 from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.radio.config import RadioVaeConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.config import FirstStageConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_MAPS,
     dump_sizes,
@@ -34,7 +33,8 @@ from halfstep_train.workloads.radio.first_stage import (
     measure_scale,
     write_first_stage,
 )
-from halfstep_train.workloads.radio.pictures import draw_samples
+from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
@@ -58,7 +58,7 @@ def build_model(config: RadioVaeConfig) -> VaeNet:
     """Build the autoencoder and, if it takes part in training, its discriminator."""
     sizes = dump_sizes(config.model.first_stage)
     divide_side(config.data.image_size, get_reduction(sizes), LEVELS_HALVE)
-    vae, critic = RadioVAE(**sizes), None
+    vae, critic = RadioVAE(config.model.first_stage), None
     if has_critic(config):
         critic = build_discriminator(config.data.image_size, image_channels=1)
     model = VaeNet(vae, CODEC, critic)
@@ -76,10 +76,7 @@ def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Wor
     """Build the workload from its model and data."""
     trainer = MapVaeTrainer(config)
 
-    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return draw_samples(data.val, model, workload, key)
-
-    workload = trainer.build_workload(
+    return trainer.build_workload(
         model,
         name=config.workload,
         train_samples=data.train,
@@ -94,9 +91,8 @@ def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Wor
         notes=data.notes,
         val_names=data.list_val_names(),
         about=(*data.about, *_describe_critic(config)),
-        sample=draw,
+        sample=make_sampler(data.val, trainer.prepare, trainer.forward),
     )
-    return workload
 
 
 def _describe_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
@@ -113,15 +109,14 @@ class MapVaeTrainer(VaeTrainer):
 
     def __init__(self, config: RadioVaeConfig) -> None:
         side, settings = config.data.image_size, config.model.discriminator
+        # The reconstruction loss is a sum over side² pixels, the adversarial one a mean: these scales bring both
+        # gradients into the range of fp16.
+        critic = Critic(start=settings.start, weight=settings.weight, scales=(1 / side, float(side)))
         super().__init__(
             phase="autoencoder",
             latent_shape=get_latent_shape(dump_sizes(config.model.first_stage), side),
             kl_weight=config.model.kl_weight,
-            # The reconstruction loss is a sum over side² pixels, the adversarial one a mean: these scales bring both
-            # gradients into the range of fp16.
-            critic=Critic(start=settings.start, weight=settings.weight, scales=(1 / side, float(side)))
-            if has_critic(config)
-            else None,
+            critic=critic if has_critic(config) else None,
         )
         self.threshold = config.data.threshold
 
@@ -157,7 +152,7 @@ def export(
     """Export the autoencoder with its sizes and latent scale, for stage 2."""
     weights, maps = take(weights, "vae.", torch.float32), find_data(config).train
     with torch.device("meta"):
-        vae = RadioVAE(**store["sizes"]).eval()
+        vae = RadioVAE(FirstStageConfig(**store["sizes"])).eval()
     with stream_weights(vae, weights, device):
         scale = measure_scale(
             vae, maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device

@@ -8,19 +8,18 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from halfstep.errors import ConfigError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import BadFiles
+from halfstep_train.data.loader import Loader
 from halfstep_train.data.seeds import Key
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
-from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation, TrainedModel
+from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.build import Denoising, describe_steps
-from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split
-from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
-from halfstep_train.workloads.radio.pictures import MapRow, draw_map_sheet
+from halfstep_train.workloads.radio.maps import ROLE_NAMES, RadioTree, choose_split, open_split
+from halfstep_train.workloads.radio.pictures import Row, draw_cells, draw_map_sheet
 from halfstep_train.workloads.radio.scores import RadioMetrics
 from halfstep_train.workloads.radio.unet import RadioUNet
 from halfstep_train.workloads.radio.vae import RadioVAE
@@ -70,15 +69,12 @@ class RadioEvaluation(PlainEvaluation):
         draw_map_sheet(rows).save(path)
         return [path]
 
-    def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> MapRow:
+    def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> Row:
         batch, outputs = look(index)
-        raw = self.workload.val_samples.sample(index, key=(0, 0, index))
-        return MapRow(
-            name=f"{kind}: {self.workload.val_names[index]}, NMSE {score:.4f}",
-            condition=raw["condition"].numpy(),
-            predicted=outputs["map"][0, 0].float().cpu().numpy(),
-            truth=batch["truth"][0, 0].float().cpu().numpy(),
-        )
+        condition = self.workload.val_samples.sample(index, key=(0, 0, index))["condition"].numpy()
+        predicted, truth = (maps[0, 0].float().cpu().numpy() for maps in (outputs["map"], batch["truth"]))
+        name = f"{kind}: {self.workload.val_names[index]}, NMSE {score:.4f}"
+        return name, draw_cells(predicted, truth, condition)
 
 
 class SamplingEvaluation(RadioEvaluation):
@@ -109,22 +105,14 @@ class SamplingEvaluation(RadioEvaluation):
             config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
         )
         metrics, size = RadioMetrics(), request.batch_size or config.train.batch_size
-        with request.phase("Sampling", len(maps)) as bar:
-            for start in range(0, len(maps), size):
-                metrics.update(*sample_maps(denoising, request.trained, maps, start, size, config.train.seed))
-                for _ in range(min(size, len(maps) - start)):
-                    bar.advance()
+        loader = Loader(maps, batch_size=size, seed=config.train.seed, shuffle=False)
+        with request.phase("Sampling", len(loader)) as bar:
+            for loaded in loader.iterate_epoch(0):
+                placed = {name: value.to(request.trained.device) for name, value in loaded.items()}
+                key = Key.for_validation(int(loaded["index"][0]))
+                batch = denoising.prepare(placed, key=key, training=False)
+                with request.trained.inference():
+                    unet = cast(RadioUNet, request.trained.model)
+                    metrics.update({"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch)
+                bar.advance()
         return metrics.compute()
-
-
-def sample_maps(
-    denoising: Denoising, trained: TrainedModel, maps: RadioMaps, start: int, size: int, seed: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Load `size` maps from index `start` on; return the model's samples for them, and the batch."""
-    indices = range(start, min(start + size, len(maps)))
-    loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
-    placed = {name: value.to(trained.device) for name, value in loaded.items()}
-    batch = denoising.prepare(placed, key=Key.for_validation(start), training=False)
-    with trained.inference():
-        unet = cast(RadioUNet, trained.model)
-        return {"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch

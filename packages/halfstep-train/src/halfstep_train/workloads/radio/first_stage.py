@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.tensor_files import take, write_tensors
 from halfstep_train.models.weights import load_weights_file_
-from halfstep_train.workloads.base.latent_store import (
+from halfstep_train.workloads.base.frozen_vae import (
     MOMENTS,
     Encoding,
     WithColumn,
@@ -25,9 +24,8 @@ from halfstep_train.workloads.base.latent_store import (
     refuse_uncached,
 )
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig
-from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed
-from halfstep_train.workloads.radio.maps import RadioMaps, RadioTree
-from halfstep_train.workloads.radio.names import rename_vae_weight, rename_weights
+from halfstep_train.workloads.radio.maps import RadioData, RadioMaps, RadioTree, find_data, scale_gain, to_signed
+from halfstep_train.workloads.radio.names import drop_loss_weights
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
@@ -64,7 +62,7 @@ def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, in
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
     """Load weights from our files or from a public checkpoint."""
-    load_weights_file_(vae, path, partial(rename_weights, rename_vae_weight))
+    load_weights_file_(vae, path, drop_loss_weights)
 
 
 def open_first_stage(config: RadioDiffConfig) -> FirstStage:
@@ -95,7 +93,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
     else:
         # A bare file has no sizes: the config gives them, and the scale is measured from the data.
         facts = {"sizes": dump_sizes(config.model.first_stage), "scale_factor": None}
-    vae = RadioVAE(**facts["sizes"])
+    vae = RadioVAE(FirstStageConfig(**facts["sizes"]))
     load_vae_(vae, str(path))
     return FirstStage(
         vae=vae.eval(), source=str(path.resolve()), sizes=facts["sizes"], scale_factor=facts["scale_factor"]
@@ -145,8 +143,8 @@ def add_latents(
     """If latents are cached, add them to the training samples and their checksum to the store."""
     if config.data.cache == "off":
         return data, dict(store)
-    cache, is_new = make_encoding(config, data.train, vae).open_or_encode()
-    line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")), is_new=is_new)
+    cache = make_encoding(config, data.train, vae).open_or_encode()
+    line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")))
     # View 0 is the only one: radio maps are not flipped.
     train = WithColumn(data.train, MOMENTS, cache.moments[:, 0])
     found = replace(data, train=train, about=(*data.about, ("encoded maps", line)))
@@ -173,5 +171,5 @@ def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> En
 def pack(config: RadioDiffConfig) -> dict[str, object]:
     """Encode all training maps unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
-    cache, is_new = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
-    return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)
+    cache = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
+    return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}")

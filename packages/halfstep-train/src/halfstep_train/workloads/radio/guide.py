@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
-from halfstep_train.workloads.base.guiding import OpenedData
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.radio.config import SMALL_FIRST_STAGE, RadioDiffConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.data import find_data
+from halfstep_train.workloads.radio.maps import find_data
 from halfstep_train.workloads.radio.pictures import draw_condition, draw_gain
 
 SMALL_SIZE = {"data.image_size": 64}
@@ -24,10 +24,14 @@ SMALL_UNET: dict[str, Any] = {
 }
 
 
-class Guide:
+class Guide(Guiding):
     """Guide to the first stage, where users start."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
+    small_on_cpu = {
+        **SMALL_SIZE,
+        **SMALL_FIRST_STAGE,
+        "model.discriminator.enabled": False,
+    }
 
     def open(self, config: RadioVaeConfig | RadioDiffConfig) -> OpenedData:
         data = find_data(config)
@@ -57,4 +61,4 @@ class Guide:
 class SecondGuide(Guide):
     """Guide to the second stage; training needs a trained first stage, planning does not."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, **SMALL_UNET}
+    small_on_cpu = {**SMALL_SIZE, **SMALL_FIRST_STAGE, **SMALL_UNET}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import default_collate
 
+from halfstep.islands import fp32_island
 from halfstep_train.workloads.base.sheets import Array, draw_table
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
 from halfstep_train.workloads.radio.maps import RadioMaps
 
-COLUMNS = ("buildings, antenna", "map", "truth", "error")
 BUILDING, STREET, ANTENNA, CAR = (40, 40, 40), (225, 225, 225), (213, 94, 0), (0, 114, 178)
 TOO_HIGH, TOO_LOW = (213, 94, 0), (0, 114, 178)
 LARGEST_ERROR = 0.25
@@ -23,29 +23,20 @@ SHOWN = 4
 """Validation maps in a sheet of samples."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MapRow:
-    """One row of a sheet; arrays (H, W) in 0..1."""
-
-    name: str
-    condition: Array | None
-    """(3, H, W) bytes: buildings, antenna, cars (or buildings again); None for reconstructions by the first stage."""
-    predicted: Array
-    truth: Array | None = None
+Row = tuple[str, dict[str, Array]]
+"""Name and pictures of a sample, the pictures by their headings."""
 
 
-def draw_map_sheet(rows: Sequence[MapRow]) -> Image.Image:
-    """Draw one row per sample under headings; leave out columns that no row has."""
-    known = (any(row.condition is not None for row in rows), True, *[any(row.truth is not None for row in rows)] * 2)
-    columns = [name for name, is_known in zip(COLUMNS, known, strict=True) if is_known]
-    return draw_table(columns, [(row.name, _draw_cells(row)) for row in rows])
+def draw_map_sheet(rows: Sequence[Row]) -> Image.Image:
+    """Draw one row per sample under headings; all rows have the same ones."""
+    return draw_table(list(rows[0][1]), [(name, list(cells.values())) for name, cells in rows])
 
 
-def _draw_cells(row: MapRow) -> list[Array]:
-    # Only the cells for which there is data.
-    city = [] if row.condition is None else [draw_condition(row.condition)]
-    cells = [*city, draw_gain(row.predicted)]
-    return cells if row.truth is None else [*cells, draw_gain(row.truth), draw_error(row.predicted, row.truth)]
+def draw_cells(predicted: Array, truth: Array | None, condition: Array | None) -> dict[str, Array]:
+    """Draw what is known of a sample: maps (H, W) in 0..1, and the condition (3, H, W) as bytes."""
+    cells = {} if condition is None else {"buildings, antenna": draw_condition(condition)}
+    cells["map"] = draw_gain(predicted)
+    return cells if truth is None else cells | {"truth": draw_gain(truth), "error": draw_error(predicted, truth)}
 
 
 def draw_condition(condition: Array) -> Array:
@@ -80,20 +71,20 @@ def draw_error(predicted: Array, truth: Array) -> Array:
     return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
 
 
-def draw_samples(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:
-    """Run the model on the first validation maps and draw them as a sheet."""
-    indices = range(min(SHOWN, len(maps)))
-    batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
-    device = next(model.parameters()).device
-    placed = {name: value.to(device) for name, value in batch.items()}
-    found = workload.forward(model, workload.prepare_batch(placed, key=key, training=False))["map"]
-    rows = [
-        MapRow(
-            name=maps.name_of(index),
-            condition=batch["condition"][index].numpy(),
-            predicted=found[index, 0].float().cpu().numpy(),
-            truth=batch["gain"][index, 0].numpy() / 255,
-        )
-        for index in indices
-    ]
-    return {"maps": np.asarray(draw_map_sheet(rows))}
+def make_sampler(maps: RadioMaps, prepare: Prepare, forward: Forward) -> Sample:
+    """Return a function that runs the model on the first validation maps and draws them as a sheet."""
+
+    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
+        indices = range(min(SHOWN, len(maps)))
+        batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
+        device = next(model.parameters()).device
+        with torch.no_grad(), fp32_island():
+            prepared = prepare({name: value.to(device) for name, value in batch.items()}, key=key, training=False)
+        found = forward(model, prepared)["map"]
+        rows = [
+            (maps.name_of(index), draw_cells(one[0].float().cpu().numpy(), gain[0].numpy() / 255, condition.numpy()))
+            for index, one, gain, condition in zip(indices, found, batch["gain"], batch["condition"], strict=True)
+        ]
+        return {"maps": np.asarray(draw_map_sheet(rows))}
+
+    return draw

@@ -27,10 +27,18 @@ from halfstep_train.workloads.base.workload import FrozenPart
 from halfstep_train.workloads.radio.build import Denoising, build_unet
 from halfstep_train.workloads.radio.build_vae import build_model
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.data import scale_gain, to_signed, to_unsigned
 from halfstep_train.workloads.radio.first_stage import open_first_stage
-from halfstep_train.workloads.radio.maps import GAIN_NAME, RadioFiles, RadioTree, read_condition, read_gray
-from halfstep_train.workloads.radio.pictures import MapRow, draw_map_sheet
+from halfstep_train.workloads.radio.maps import (
+    GAIN_NAME,
+    RadioFiles,
+    RadioTree,
+    read_condition,
+    read_gray,
+    scale_gain,
+    to_signed,
+    to_unsigned,
+)
+from halfstep_train.workloads.radio.pictures import draw_cells, draw_map_sheet
 from halfstep_train.workloads.radio.scores import score_maps
 from halfstep_train.workloads.radio.unet import RadioUNet
 
@@ -72,8 +80,7 @@ class MapPredictor(FilePredictor):
             unet = cast(RadioUNet, trained.model)
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
         truth = None if files.gain is None else _read_gain(files.gain, size, self.config.data.threshold)
-        row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
-        return _write_answer(row, item, request)
+        return _write_answer(item, request, found.numpy(), truth, condition)
 
     def _find_files(self, antenna: Path) -> RadioFiles:
         """Return the files that belong to an antenna file; the true gain is optional."""
@@ -109,8 +116,7 @@ class GainPredictor(FilePredictor):
         with trained.inference():
             image = to_signed(torch.from_numpy(truth)[None, None].to(trained.device))
             found = to_unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
-        row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth)
-        return _write_answer(row, item, request)
+        return _write_answer(item, request, found, truth, None)
 
 
 def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
@@ -118,16 +124,19 @@ def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
     return scale_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
 
 
-def _write_answer(row: MapRow, item: Input, request: PredictRequest) -> Answer:
+def _write_answer(
+    item: Input, request: PredictRequest, predicted: Array, truth: Array | None, condition: Array | None
+) -> Answer:
     """Write the map as an image file, and a picture of it with inputs and truth; score it if the truth is known."""
     out = request.out
     assert out is not None
-    pixels = (row.predicted * 255).round().astype(np.uint8)
+    sheet = draw_map_sheet([(item.path.name, draw_cells(predicted, truth, condition))])
+    pixels = (predicted * 255).round().astype(np.uint8)
     written = {
         "map": str(save_picture(Image.fromarray(pixels), out / "maps" / item.path.name)),
-        "picture": str(save_picture(draw_map_sheet([row]), out / "pictures" / item.path.name)),
+        "picture": str(save_picture(sheet, out / "pictures" / item.path.name)),
     }
-    scores = {} if row.truth is None else _score(row.predicted, row.truth)
+    scores = {} if truth is None else _score(predicted, truth)
     return Answer(
         file=str(item.path),
         found={**written, **scores},

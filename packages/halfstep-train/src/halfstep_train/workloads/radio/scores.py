@@ -73,26 +73,18 @@ class RadioMetrics(Sums):
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         for name, errors in outputs.items():
             if name.startswith("error_"):
-                self._add_mean(name.removeprefix("error_"), errors.double(), torch.ones_like(errors, dtype=torch.bool))
+                self.add_mean(name.removeprefix("error_"), errors)
         if "map" in outputs:
             self.add_maps(outputs["map"], batch["truth"])
 
     def add_maps(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
         """Score maps (B, 1, H, W) in 0..1, add the scores to the sums, and return them."""
         found, flat = score_maps(predicted, true), true.flatten(1)
+        has_score = {"nmse": (flat != 0).any(1), "nmse_variance": (flat != flat[:, :1]).any(1)}
         for name, scores in found.items():
-            has_score = torch.ones(len(true), dtype=torch.bool, device=true.device)
-            if name == "nmse":
-                has_score = (flat != 0).any(1)
-            elif name == "nmse_variance":
-                has_score = (flat != flat[:, :1]).any(1)
-            self._add_mean(name, scores, has_score)
+            self.add_mean(name, scores, has_score.get(name))
         return found
-
-    def _add_mean(self, name: str, values: Tensor, counts: Tensor) -> None:
-        self.add(**{f"sum.{name}": torch.where(counts, values, 0).sum(), f"count.{name}": counts.sum()})
 
     def compute(self) -> dict[str, float]:
         """Return the means; waits for the device."""
-        counts = {name[6:]: int(count) for name, count in self.sums.items() if name.startswith("count.")}
-        return {name: float(self.sums[f"sum.{name}"]) / count for name, count in counts.items() if count}
+        return self.compute_means()

@@ -6,11 +6,11 @@ no last norm and head). Any image size works: windows are padded, and maps that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from halfstep_train.workloads.radio.config import PyramidConfig
 
 MASKED = -100.0
 """Added to the logits of two positions that share a window only because the map was rolled."""
@@ -152,27 +152,19 @@ class ToLastDim(nn.Module):
 
 
 class SwinPyramid(nn.Module):
-    """Feature maps (B, dim * 2^i, H / 2^(i+2), W / 2^(i+2)) of an image, finest first. Defaults are Swin-B's."""
+    """Feature maps (B, dim * 2^i, H / 2^(i+2), W / 2^(i+2)) of an image, finest first."""
 
-    def __init__(
-        self,
-        *,
-        dim: int = 128,
-        depths: Sequence[int] = (2, 2, 18, 2),
-        num_heads: Sequence[int] = (4, 8, 16, 32),
-        window: int = 7,
-        patch: int = 4,
-        stochastic_depth: float = 0.5,
-    ) -> None:
+    def __init__(self, settings: PyramidConfig, *, patch: int = 4) -> None:
         super().__init__()
+        dim, depths, window = settings.width, settings.depths, settings.window
         self.widths = tuple(dim * 2**stage for stage in range(len(depths)))
         last = max(1, sum(depths) - 1)
         # The probability rises linearly with depth, as in torchvision.
-        drops = iter([stochastic_depth * index / last for index in range(sum(depths))])
+        drops = iter([settings.stochastic_depth * index / last for index in range(sum(depths))])
         layers: list[nn.Module] = [
             nn.Sequential(nn.Conv2d(3, dim, patch, stride=patch), ToLastDim(), nn.LayerNorm(dim))
         ]
-        for stage, (width, depth, heads) in enumerate(zip(self.widths, depths, num_heads, strict=True)):
+        for stage, (width, depth, heads) in enumerate(zip(self.widths, depths, settings.num_heads, strict=True)):
             if stage:
                 layers.append(PatchMerging(width // 2))
             shifts = [0 if index % 2 == 0 else window // 2 for index in range(depth)]

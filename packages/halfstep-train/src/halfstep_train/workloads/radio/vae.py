@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from halfstep.recompute import Recomputing, choose_block_runner
 from halfstep_train.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
 from halfstep_train.models.posterior import Codec, draw_and_decode, split_moments
+from halfstep_train.workloads.radio.config import FirstStageConfig
 
 GROUPS = 32
 
@@ -175,17 +176,10 @@ class Decoder(Recomputing):
 class RadioVAE(nn.Module):
     """A variational autoencoder of maps (B, 1, H, W) in -1..1."""
 
-    def __init__(
-        self,
-        *,
-        width: int = 128,
-        multipliers: Sequence[int] = (1, 2, 4),
-        num_blocks: int = 2,
-        latent_channels: int = 3,
-    ) -> None:
+    def __init__(self, sizes: FirstStageConfig) -> None:
         super().__init__()
-        widths = [width, *(width * factor for factor in multipliers)]
-        self.latent_channels, self.reduction = latent_channels, 2 ** (len(multipliers) - 1)
+        latent_channels, num_blocks = sizes.latent_channels, sizes.num_blocks
+        widths = [sizes.width, *(sizes.width * factor for factor in sizes.multipliers)]
         self.encoder = Encoder(latent_channels, widths, num_blocks)
         self.decoder = Decoder(latent_channels, widths, num_blocks)
         self.quant_conv = nn.Conv2d(2 * latent_channels, 2 * latent_channels, 1)

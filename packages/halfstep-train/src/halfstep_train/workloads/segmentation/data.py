@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,6 @@ from halfstep_train.workloads.segmentation.masks import (
     MaskValue,
     list_mask_files,
     read_mask,
-    read_mask_facts,
     read_values,
     resize_mask,
 )
@@ -299,8 +299,7 @@ class Scan:
 
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
-    inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
-    found = bad_files.try_each(inspect, pairs)
+    found = bad_files.try_each(partial(_inspect, is_thorough=bad_files.mode == "skip"), pairs)
     bad_files.refuse_empty_split("training", len(pairs), len(found))
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
     return Scan(
@@ -318,24 +317,21 @@ def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskVal
     return {value for _, values in found for value in values}
 
 
-def _inspect(pair: Pair) -> ImageFacts:
-    """Return facts about an image; raise DataError if its mask has another size."""
-    image, mask = read_image_facts(pair.image), read_mask_facts(pair.mask)
+def _inspect(pair: Pair, *, is_thorough: bool) -> ImageFacts:
+    """Return facts about an image; raise DataError if its mask has another size, or if `is_thorough` and one of them
+    cannot be decoded."""
+    # The files of a folder with one mask per object have one size.
+    image, mask = read_image_facts(pair.image), read_image_facts(list_mask_files(pair.mask)[0])
     if image.size != mask.size:
         raise DataError(
             f"{pair.image} is {_format_size(image.size)}, its mask {pair.mask.name} is {_format_size(mask.size)}",
             why="each pixel of the image needs a class",
             fix="export both at one size, or leave such pairs out: data.on_bad_file=skip",
         )
+    if is_thorough:
+        read_image(pair.image, channels=image.channels, raw_scale=1.0)
+        read_values(pair.mask)
     return image
-
-
-def _inspect_fully(pair: Pair) -> ImageFacts:
-    """Do the same after decoding image and mask."""
-    facts = _inspect(pair)
-    read_image(pair.image, channels=facts.channels, raw_scale=1.0)
-    read_values(pair.mask)
-    return facts
 
 
 def _format_size(size: tuple[int, int]) -> str:

@@ -9,14 +9,14 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep_train.data.images import read_image_facts
-from halfstep_train.workloads.base.guiding import OpenedData, measure_median_size
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData, measure_median_size
 from halfstep_train.workloads.segmentation.build import build
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.data import SegmentationData
 from halfstep_train.workloads.segmentation.pictures import draw_overlay
 
 
-class Guide:
+class Guide(Guiding):
     """Guide to segmentation."""
 
     small_on_cpu = {"data.image_size": 256, "model.base_channels": 16}

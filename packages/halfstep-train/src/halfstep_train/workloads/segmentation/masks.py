@@ -11,7 +11,7 @@ import numpy as np
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import ARRAY_ENDINGS, Array, list_images, list_some, load_array
-from halfstep_train.data.images import ImageFacts, move_channels_last, open_image, read_image_facts
+from halfstep_train.data.images import move_channels_last, open_image
 
 MaskValue = int | tuple[int, int, int]
 
@@ -74,11 +74,6 @@ def list_mask_files(path: Path) -> list[Path]:
     return list_images(path) if path.is_dir() else [path]
 
 
-def read_mask_facts(path: Path) -> ImageFacts:
-    """Return size and kind of a mask; the files of a folder have one size."""
-    return read_image_facts(list_mask_files(path)[0])
-
-
 def read_mask(path: Path) -> Array:
     """Read a mask: (H, W) integers, or (H, W, 3) uint8 if the channels differ. Palette images give their indices.
 
@@ -86,12 +81,6 @@ def read_mask(path: Path) -> Array:
     """
     if path.is_dir():
         shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in list_mask_files(path)]
-        if len({one.shape for one in shown}) > 1:
-            raise DataError(
-                f"the masks in {path} differ in size",
-                why="the files of one folder are one mask",
-                fix="export them at one size, or leave such pairs out: data.on_bad_file=skip",
-            )
         return np.where(np.any(shown, axis=0), FOREGROUND, 0).astype(np.uint8)
     if path.suffix.lower() in ARRAY_ENDINGS:
         array = move_channels_last(load_array(path), path)

@@ -69,18 +69,13 @@ class MaskPredictor:
         overlay = draw_overlay(image, classes, background=find_background(self.config, self.table))
         picture = save_picture(overlay, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
+        files = {"mask": str(mask), "overlay": str(picture)}
+        listed = ", ".join(f"{value}: {share:.1%}" for value, share in shares.items())
         return Answer(
             file=str(item.path),
-            found={"mask": str(mask), "overlay": str(picture), "shares": shares},
-            cells={
-                "mask": str(mask),
-                "overlay": str(picture),
-                **{f"share of {value}": share for value, share in shares.items()},
-            },
-            brief={
-                "mask": str(mask),
-                "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
-            },
+            found={**files, "shares": shares},
+            cells={**files, **{f"share of {value}": share for value, share in shares.items()}},
+            brief={"mask": str(mask), "share of each mask value": listed},
         )
 
 
@@ -106,10 +101,10 @@ def predict_file(
     store: Mapping[str, Any],
     depth: int,
     device: torch.device,
-    tile: int = TILE,
-    report: ReportTile = lambda done, total: None,
+    **tiling: Any,
 ) -> Array:
-    """Return the class map (uint8) of an image file at its original size, computed at the scale of training."""
+    """Return the class map (uint8) of an image file at its original size, computed at the scale of training; `tiling`
+    are the options of `predict_image`."""
     original = read_image_facts(path).size
     if math.prod(original) > MAX_PIXELS:
         raise DataError(
@@ -122,7 +117,7 @@ def predict_file(
     )
     planes = read_planes(path, replace(read_image_format(store), size=(height, width)))
     image = torch.from_numpy(planes).to(device)
-    return predict_image(forward, image, depth=depth, tile=tile, size=original, report=report).numpy()
+    return predict_image(forward, image, depth=depth, size=original, **tiling).numpy()
 
 
 @torch.no_grad()

@@ -34,16 +34,16 @@ KIND = slot_kind(
 )
 
 STEVE = slot_kind(
-    builder=".steve_build:build",
+    builder=".build:build_steve",
     guide=replace(_GUIDE, guide=".guide:SteveGuide"),
     config=SteveConfig,
-    synthetic=replace(SYNTHETIC, over=".steve_build:build_on_samples"),
+    synthetic=replace(SYNTHETIC, over=".build:build_steve_on_samples"),
     predict=PredictCommand(".predict:StevePredictor", writes_files=True),
 )
 
 WITH_WORDS = slot_kind(
-    builder=".steve_build:build_with_words",
+    builder=".build:build_with_words",
     config=WordsConfig,
-    synthetic=replace(SYNTHETIC, over=".steve_build:build_with_words_on_samples"),
+    synthetic=replace(SYNTHETIC, over=".build:build_with_words_on_samples"),
     predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
 )

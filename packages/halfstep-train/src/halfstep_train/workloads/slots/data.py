@@ -23,8 +23,7 @@ from halfstep_train.data.files import Array, BadFiles
 from halfstep_train.data.loader import Batch
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.slots.config import VideoDataConfig
-from halfstep_train.workloads.slots.video_layouts import find_videos
-from halfstep_train.workloads.slots.videos import Video
+from halfstep_train.workloads.slots.videos import Video, find_videos
 
 Crop = Literal["none", "central", "random"]
 

@@ -247,18 +247,9 @@ def _embed_chunk(
     return F.linear(seen, embedding.to(rows.dtype))
 
 
-def _embed_chunk_backward(
-    grad: Tensor,
-    rows: Tensor,
-    noise: Tensor,
-    tau: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    embedding: Tensor,
-    *,
-    hard: bool,
-) -> tuple[Tensor, ...]:
+def _embed_chunk_backward(grad: Tensor, rows: Tensor, noise: Tensor, *layers: Tensor, hard: bool) -> tuple[Tensor, ...]:
     """Return the gradients of rows, weight, bias and embedding."""
+    tau, weight, bias, embedding = layers
     shares, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
     grad_shares = F.linear(grad, embedding.t().to(rows.dtype)).float()
     # Gradient of softmax(logits / tau): s (g - Σ s g) / tau. With `hard` it is the straight-through estimator.

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.results import Cell
-from halfstep_train.workloads.base.other_data import use_folder
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
-from halfstep_train.workloads.base.using import LookAt, PlainEvaluation
+from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, use_folder
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.slots.data import ClipSamples, make_steady_clips
 from halfstep_train.workloads.slots.pictures import draw_sheet, make_views, write_gif

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from PIL import Image
 from torch import Tensor
 
-from halfstep_train.workloads.base.guiding import OpenedData
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.slots.config import SlotContrastConfig, SteveConfig
 from halfstep_train.workloads.slots.data import open_clips
 
 
-class SteveGuide:
+class SteveGuide(Guiding):
     """Guide to STEVE, which trains from scratch."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {
+    small_on_cpu = {
         "data.image_size": 64,
         "model.vocabulary": 512,
         "model.slot_dim": 64,
@@ -45,14 +45,11 @@ class SteveGuide:
         frame = sample["video"][len(sample["video"]) // 2]
         return f"clip {index}", Image.fromarray(frame.movedim(0, -1).contiguous().numpy())
 
-    def suggest_for_side(self, config: SteveConfig | SlotContrastConfig, side: int) -> dict[str, Any]:
-        return {}  # the published recipes enlarge small frames on purpose
-
 
 class Guide(SteveGuide):
     """Guide to SlotContrast, whose features come from a frozen backbone."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {
+    small_on_cpu = {
         "data.image_size": 64,
         "model.backbone": "filters",
         "model.patch": 8,

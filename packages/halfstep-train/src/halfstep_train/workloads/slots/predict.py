@@ -23,22 +23,29 @@ from halfstep_train.report.results import Answer, Failure
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure, save_picture
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Prepare
-from halfstep_train.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
+from halfstep_train.workloads.slots.build import (
+    PrepareClips,
+    build_backbone,
+    build_model,
+    build_steve_model,
+    build_words_model,
+    make_forward,
+    make_prepare,
+)
 from halfstep_train.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import choose_steady_crop, compute_crop_box
 from halfstep_train.workloads.slots.pictures import draw_sheet, write_gif
 from halfstep_train.workloads.slots.scores import label_pixels
 from halfstep_train.workloads.slots.steve import Steve
-from halfstep_train.workloads.slots.steve_build import PrepareClips, build_steve, build_words_model
-from halfstep_train.workloads.slots.video_layouts import (
+from halfstep_train.workloads.slots.videos import (
     FRAME_ENDINGS,
     FRAME_FOLDERS,
     VIDEO_ENDINGS,
     is_mask,
+    open_shards,
     open_video_file,
     read_frame_files,
 )
-from halfstep_train.workloads.slots.videos import open_shards
 
 
 class SlotPredictor:
@@ -158,7 +165,7 @@ class StevePredictor(SlotPredictor):
     """Predictor of STEVE; its masks are the attention of slots."""
 
     def __init__(self, config: SteveConfig, store: Store) -> None:
-        self.config, self.frozen, self.model = config, {}, build_steve(config)
+        self.config, self.frozen, self.model = config, {}, build_steve_model(config)
         self._forward, self._prepare = compute_masks, PrepareClips(config)
 
 

@@ -106,39 +106,26 @@ class SlotMetrics(Sums):
         real = torch.ones(frames.shape[:2], dtype=torch.bool, device=true.device) if is_real is None else is_real
         frames = frames * real[..., None, None]
         clips = frames.sum(1)
-        scores, counts = [], []
         # First the tables of clips (B, labels, slots), then those of frames (B, T, labels, slots).
-        for table, counted in ((clips, real.any(1)), (frames, real)):
+        for kind, table, counted in (("", clips, real.any(1)), ("_image", frames, real)):
             foreground = table[..., 1:, :]
             has_foreground = counted & (foreground.sum((-1, -2)) > 0)
             fg_counted = has_foreground if self.skip_empty else counted
-            for value, valid in (
-                (adjusted_rand_index(foreground), fg_counted),
-                (adjusted_rand_index(table), counted),
-                self._compute_overlap(table, counted),
-            ):
-                scores.append(torch.where(valid, value, 0.0).sum())
-                counts.append(valid.sum().double())
-            # The column `empty` has only a count.
-            counts.append((counted & ~has_foreground).sum().double())
-            scores.append(torch.zeros_like(scores[0]))
-        self.add(sums=torch.stack([torch.stack(scores), torch.stack(counts)]))
+            overlap, has_any = mean_best_overlap(table, from_label=self.from_label)
+            self.add_mean(f"fg_ari{kind}", adjusted_rand_index(foreground), fg_counted)
+            self.add_mean(f"ari{kind}", adjusted_rand_index(table), counted)
+            self.add_mean(f"mbo{kind}", overlap, has_any & counted)
+            self.add(**{f"empty{kind}": (counted & ~has_foreground).sum()})
         return adjusted_rand_index(clips[:, 1:])
-
-    def _compute_overlap(self, table: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        value, has_any = mean_best_overlap(table, from_label=self.from_label)
-        return value, has_any & counted
 
     def compute(self) -> dict[str, float]:
         """Return the six scores and the numbers of clips and frames without foreground; empty without true masks. Waits
         for the device."""
-        if "sums" not in self.sums:
+        if "empty" not in self.sums:
             return {}
-        sums, counts = self.sums["sums"].cpu().tolist()
-        names = ("fg_ari", "ari", "mbo", "empty", "fg_ari_image", "ari_image", "mbo_image", "empty_image")
-        found = {name: (total, count) for name, total, count in zip(names, sums, counts, strict=True)}
-        scores = {name: found[name][0] / found[name][1] for name in SCORES if found[name][1]}
-        return scores | {name: found[name][1] for name in ("empty", "empty_image")}
+        pairs = {name: self.sums[name].tolist() for name in SCORES}
+        scores = {name: total / count for name, (total, count) in pairs.items() if count}
+        return scores | {name: float(self.sums[name]) for name in ("empty", "empty_image")}
 
 
 TEMPERATURE = 0.1

@@ -31,8 +31,7 @@ from halfstep.recompute import (
     Recompute,
     Recomputing,
     make_iteration,
-    run_checkpointed,
-    run_checkpointed_compiled,
+    run_recomputed,
 )
 from halfstep_train.models.layers import Checks, accept_any, are_plain, has_bias
 from halfstep_train.workloads.slots.slot_attention import Mlp
@@ -118,24 +117,9 @@ class SlotDecoder(Recomputing):
                 error = (recon - to_fp32(target)).square().sum()
             return torch.cat([error.unsqueeze(0), masks.flatten()])  # checkpointing expects a single tensor
 
-        checkpoint = run_checkpointed_compiled if torch.compiler.is_compiling() else _run_checkpointed_function
-        found = compute(slots, target) if is_all or not torch.is_grad_enabled() else checkpoint(compute, slots, target)
+        is_kept = is_all or not torch.is_grad_enabled()
+        found = compute(slots, target) if is_kept else run_recomputed(compute, slots, target)
         return found[0], found[1:].view(*slots.shape[:2], -1).detach()
-
-
-def _run_checkpointed_function(function: Any, *inputs: Tensor) -> Tensor:
-    return run_checkpointed(_FunctionModule(function), *inputs)
-
-
-class _FunctionModule(nn.Module):
-    """A module that calls a function: `run_checkpointed` expects a module."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs)
 
 
 def choose_even_chunk(total: int, limit: int) -> int:

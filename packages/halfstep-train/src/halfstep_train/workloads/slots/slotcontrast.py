@@ -11,33 +11,20 @@ has to predict, and the loss does not depend on slots.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep_train.models.layers import divide_side
-from halfstep_train.workloads.slots.config import WordsModelConfig
+from halfstep_train.workloads.slots.config import SlotContrastModelConfig, WordsModelConfig
 from halfstep_train.workloads.slots.dvae import WORDS_TILE, DVae
-from halfstep_train.workloads.slots.slot_attention import HEADS, Mlp, Processor, SlotAttention, SlotPredictor
+from halfstep_train.workloads.slots.slot_attention import Mlp, Processor, SlotAttention, SlotPredictor
 from halfstep_train.workloads.slots.slot_decoder import SlotDecoder
 from halfstep_train.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
 
 BACKBONE = "encoder.module.backbone."
 """Prefix of the frozen backbone in upstream's state dict."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotContrastSize:
-    """Sizes of all trained modules."""
-
-    feature_dim: int
-    num_positions: int
-    num_slots: int
-    slot_dim: int
-    decoder_hidden: tuple[int, ...] = (1024, 1024, 1024)
-    num_iterations: int = 2
 
 
 class LearnedSlots(nn.Module):
@@ -65,17 +52,17 @@ class SlotEncoder(nn.Module):
 class SlotContrast(nn.Module):
     """Compute slots, masks and the reconstruction error of features (B, T, P, F)."""
 
-    def __init__(self, size: SlotContrastSize) -> None:
+    def __init__(
+        self, settings: SlotContrastModelConfig, feature_dim: int, num_positions: int, *, checkpointing: bool = False
+    ) -> None:
         super().__init__()
-        self.size = size
-        self.initializer = LearnedSlots(size.num_slots, size.slot_dim)
-        self.encoder = SlotEncoder(size.feature_dim, size.slot_dim)
-        corrector = SlotAttention(size.slot_dim, size.slot_dim, num_iterations=size.num_iterations)
-        predictor = SlotPredictor(size.slot_dim)
-        self.processor = Processor(corrector, predictor)
-        self.decoder = SlotDecoder(
-            size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions
-        )
+        dim = settings.slot_dim
+        self.initializer = LearnedSlots(settings.slots, dim)
+        self.encoder = SlotEncoder(feature_dim, dim)
+        corrector = SlotAttention(dim, dim, num_iterations=settings.iterations)
+        self.processor = Processor(corrector, SlotPredictor(dim))
+        self.decoder = SlotDecoder(dim, settings.decoder_hidden, feature_dim, num_positions=num_positions)
+        self.decoder.recompute = "blocks" if checkpointing else "none"
 
     def forward(self, features: Tensor, is_real: Tensor | None = None) -> dict[str, Tensor]:
         """Return `slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: the mean squared error.
@@ -120,27 +107,32 @@ class SlotContrastWords(SlotContrast):
     """SlotContrast whose slots also predict the words of a discrete VAE."""
 
     def __init__(
-        self, size: SlotContrastSize, words: WordsModelConfig, image_size: int, *, checkpointing: bool = False
+        self,
+        settings: WordsModelConfig,
+        feature_dim: int,
+        num_positions: int,
+        image_size: int,
+        *,
+        checkpointing: bool = False,
     ) -> None:
-        """Build the modules; without `words.words_blocks` there is no word decoder."""
-        super().__init__(size)
-        side = divide_side(image_size, words.word_side, WORDS_TILE)
-        downs, ups = WORD_SIDES[words.word_side]
-        recomputes_vae = checkpointing or words.dvae_checkpointing
-        self.dvae = DVae(words.vocabulary, downs=downs, ups=ups, checkpointing=recomputes_vae)
-        if not words.words_blocks:
+        """Build the modules; without `words_blocks` there is no word decoder."""
+        super().__init__(settings, feature_dim, num_positions, checkpointing=checkpointing)
+        side = divide_side(image_size, settings.word_side, WORDS_TILE)
+        downs, ups = WORD_SIDES[settings.word_side]
+        recomputes_vae = checkpointing or settings.dvae_checkpointing
+        self.dvae = DVae(settings.vocabulary, downs=downs, ups=ups, checkpointing=recomputes_vae)
+        if not settings.words_blocks:
             return
         self.steve_decoder = WordDecoder(
-            words.vocabulary,
+            settings.vocabulary,
             side**2,
-            dim=words.words_dim,
-            num_blocks=words.words_blocks,
-            heads=HEADS,
-            dropout=words.words_dropout,
+            dim=settings.words_dim,
+            num_blocks=settings.words_blocks,
+            dropout=settings.words_dropout,
             checkpointing=checkpointing,
         )
-        is_wide = size.slot_dim == words.words_dim
-        self.slot_proj = nn.Identity() if is_wide else make_linear(size.slot_dim, words.words_dim, bias=False)
+        is_wide = settings.slot_dim == settings.words_dim
+        self.slot_proj = nn.Identity() if is_wide else make_linear(settings.slot_dim, settings.words_dim, bias=False)
 
     def compute_word_losses(
         self,

@@ -108,7 +108,6 @@ class Steve(nn.Module):
             side**2,
             dim=size.dim,
             num_blocks=size.decoder_blocks,
-            heads=HEADS,
             dropout=size.dropout,
             checkpointing=checkpointing,
         )

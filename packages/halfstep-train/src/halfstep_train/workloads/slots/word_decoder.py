@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner
 from halfstep_train.kernels.cross_entropy import linear_cross_entropy
-from halfstep_train.workloads.slots.slot_attention import check_heads
+from halfstep_train.workloads.slots.slot_attention import HEADS, check_heads
 
 
 class CrossAttention(nn.Module):
@@ -170,7 +170,6 @@ class WordDecoder(nn.Module):
         *,
         dim: int,
         num_blocks: int,
-        heads: int,
         dropout: float,
         checkpointing: bool = False,
     ) -> None:
@@ -181,7 +180,7 @@ class WordDecoder(nn.Module):
         nn.init.xavier_uniform_(self.bos)
         # One row more than needed, as upstream: the last word is never an input.
         self.pos = LearnedPositions(1 + num_positions, dim, dropout=dropout)
-        self.tf = TransformerDecoder(num_blocks, dim, heads, dropout=dropout, checkpointing=checkpointing)
+        self.tf = TransformerDecoder(num_blocks, dim, HEADS, dropout=dropout, checkpointing=checkpointing)
         self.head = make_linear(dim, vocabulary, bias=False)
 
     def forward(self, words: Tensor, slots: Tensor) -> Tensor:

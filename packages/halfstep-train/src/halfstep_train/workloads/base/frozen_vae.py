@@ -1,7 +1,9 @@
-"""Latents on disk: mean and log-variance ("moments") of every sample, from which each epoch draws new latents.
+"""A frozen VAE: its format, and its latents on disk.
 
-One file (see cache_file.py): `moments` (N, F, 2C, h, w) in fp32, row by row; F is 2 if mirror images were encoded too,
-else 1. The index holds their shape.
+The format is as requested, or the half format with the smaller round-trip error on samples. Latents on disk are mean
+and log-variance ("moments") of every sample, from which each epoch draws new latents. One file (see cache_file.py)
+holds `moments` (N, F, 2C, h, w) in fp32, row by row; F is 2 if mirror images were encoded too, else 1. The index holds
+their shape.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import copy
 import hashlib
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_or_write
@@ -27,8 +31,99 @@ from halfstep_train.data.image_samples import draw_uniform, gather_images, take_
 from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
 from halfstep_train.models.posterior import Codec, draw_latent, split_moments
 from halfstep_train.report.progress import PackingBar
-from halfstep_train.workloads.base.vae_format import pick_training_device, use_format
 from halfstep_train.workloads.base.workload import Batch
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LARGEST_ERROR = 0.02
+"""Largest round-trip error of a half format, relative to the standard deviation of the fp32 pixels; above it the VAE
+stays in fp32."""
+RoundTrip = Callable[[Any, Tensor], Tensor]
+"""(vae, images) -> the images, encoded and decoded again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatChoice:
+    """The VAE's format, and the reason."""
+
+    name: str
+    why: str
+
+
+def pick_training_device(config: RunConfig) -> torch.device:
+    """Return the device on which to try the VAE and encode samples; this happens before the precision plan exists."""
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_vae_format(
+    config: RunConfig, vae: Any, trip: RoundTrip, images: Callable[[], Tensor], requested: str
+) -> FormatChoice:
+    """Choose the format for `precision.modules: {vae: requested}` by trying real samples on the device that will train;
+    refuse one that overflows."""
+    precision, device = config.precision, pick_training_device(config)
+    # TF32 is one switch for the whole process: a run that uses it cannot keep one module in fp32.
+    whole = "tf32" if precision.default == "tf32" else "fp32"
+    if requested not in ("auto", *HALF):
+        return FormatChoice(name=requested, why="requested")
+    if requested == "auto" and device.type == "cpu" and not precision.simulate:
+        return FormatChoice(name=whole, why="auto: no half format is fast on a CPU")
+    tried = images().to(device)
+    errors = measure_round_trips(vae, trip, tried, tuple(HALF) if requested == "auto" else (requested,))
+    finite = {name: error for name, error in errors.items() if error is not None}
+    if requested != "auto" and not finite:
+        raise ConfigError(
+            f"precision.modules: {{vae: {requested}}} overflows",
+            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {requested}, not in fp32",
+            fix="set precision.modules={vae: auto}, or bf16 or fp32 instead of auto",
+        )
+    measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
+    if requested != "auto":
+        return FormatChoice(name=requested, why=f"requested, encode-decode error: {measured}")
+    best = min(finite, key=lambda name: finite[name], default="")
+    if not best or finite[best] > LARGEST_ERROR:
+        return FormatChoice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
+    return FormatChoice(name=best, why=f"chosen by auto, smallest encode-decode error ({measured})")
+
+
+def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
+    """Return each format's RMS round-trip error against fp32, divided by the pixels' standard deviation; None: not
+    finite."""
+    vae = copy.deepcopy(vae).to(images.device)
+    exact = _run_in_format(vae, trip, images, "fp32")
+    if not bool(exact.isfinite().all()):
+        raise ModelError("the VAE gives NaN or infinity for your samples in fp32", fix="use another VAE: model.vae=DIR")
+    spread = float((exact - exact.mean()).square().mean().sqrt()) or 1.0
+    errors: dict[str, float | None] = {}
+    for name in formats:
+        found = _run_in_format(vae, trip, images, name)
+        error = float((found - exact).square().mean().sqrt()) / spread
+        errors[name] = error if bool(found.isfinite().all()) else None
+    return errors
+
+
+@torch.no_grad()
+def _run_in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
+    """Return the round trip in a format. The oneDNN switch stays as it was."""
+    onednn = torch._C._get_mkldnn_enabled()
+    with use_format(format_name, images.device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # CPUs without native bf16
+        try:
+            return trip(vae, images).float()
+        finally:
+            # After that failure torch disables oneDNN for the rest of the process. A resumed run does not try formats
+            # and would keep oneDNN on, so its results would differ.
+            torch._C._set_mkldnn_enabled(onednn)
+
+
+def use_format(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context that computes as frozen modules do during a run: autocast, with norms in fp32."""
+    if format_name not in HALF:
+        return fp32_island()
+    return torch.autocast(device.type, dtype=HALF[format_name])
+
+
+# --- latents on disk ---
 
 LATENTS, MOMENTS = "file of latents", "moments"
 BYTES = 4
@@ -79,8 +174,8 @@ class Encoding:
         data: Any = self.config.data
         return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.cache")
 
-    def open_or_encode(self) -> tuple[LatentCache, bool]:
-        """Return the opened file, and whether it had to be written because none matched."""
+    def open_or_encode(self) -> LatentCache:
+        """Return the opened file, which is written if none matches."""
         data: Any = self.config.data
         settings = {
             "size": data.image_size,
@@ -142,13 +237,14 @@ class LatentCache:
     moments: Tensor
     """(N, F, 2C, h, w), memory-mapped."""
     checksum: str
+    is_new: bool
+    """Whether the file was written just now, because none matched."""
 
 
 def open_or_write_latents(
     path: Path, made_from: str, num: int, make_rows: Callable[[], Iterator[Tensor]]
-) -> tuple[LatentCache, bool]:
-    """Open the file if it was made from the same, else write `num` rows, given in batches. Return it, and whether it
-    was written."""
+) -> LatentCache:
+    """Open the file if it was made from the same, else write `num` rows, given in batches."""
 
     def write(file: CacheWriter) -> None:
         for batch in make_rows():
@@ -161,17 +257,17 @@ def open_or_write_latents(
     # Every number is verified, since the checksum of a run's latents is computed from the stored ones.
     file, is_new = open_or_write(path, LATENTS, made_from, write, verify_bytes=sys.maxsize)
     moments = torch.from_numpy(file.map(np.float32, tuple(file.index["shape"])))
-    return LatentCache(path=path, moments=moments, checksum=file.checksum), is_new
+    return LatentCache(path=path, moments=moments, checksum=file.checksum, is_new=is_new)
 
 
-def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
+def describe_resume(cache: LatentCache, stored: str) -> str:
     """Return a remark for the run's header if the latents differ from those it was trained on (`stored` is their
     SHA-256).
 
     Refuse them unless the file was rebuilt just now."""
     if stored in ("", cache.checksum):
         return ""
-    if not is_new:
+    if not cache.is_new:
         raise DataError(
             f"{cache.path} contains different latents from those the run was trained on",
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
@@ -230,13 +326,13 @@ class WithColumn:
         return self.samples.files() if implements(self.samples, FileSamples) else ()
 
 
-def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
+def describe_pack(cache: LatentCache, text: str, **more: object) -> dict[str, object]:
     """Return the summary that `halfstep pack` prints."""
     return {
         "file": str(cache.path),
         "bytes": cache.path.stat().st_size,
-        "made": is_new,
+        "made": cache.is_new,
         "sha256": cache.checksum,
-        "text": text if is_new else f"{text}; they exist already and match the folder",
+        "text": text if cache.is_new else f"{text}; they exist already and match the folder",
         **more,
     }
