@@ -52,7 +52,10 @@ def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
             why="it is truncated, or not a binary batch",
             fix="download it again",
         )
-    return values.reshape(-1, ROW_BYTES)
+    rows = values.reshape(-1, ROW_BYTES)
+    if rows[:, 0].max() >= len(CLASSES):
+        raise DataError(f"{path} has a label of {rows[:, 0].max()}", why=f"there are {len(CLASSES)} classes")
+    return rows
 
 
 FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")
@@ -71,6 +74,10 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
     """Return class names (the digits), training images and test images."""
     train, test = (_read_idx_images(folder, part) for part in (TRAIN, TEST))
     num_classes = int(train.labels.max()) + 1
+    if int(test.labels.max()) >= num_classes:
+        raise DataError(
+            f"{folder}: a test label is {int(test.labels.max())}", why=f"training has {num_classes} classes"
+        )
     return tuple(str(number) for number in range(num_classes)), train, test
 
 
