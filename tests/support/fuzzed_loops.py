@@ -76,10 +76,6 @@ def make_world(program: Program) -> World:
     if "teacher" in program.terms:
         world.teacher = Model(()).requires_grad_(False)
         also.append(world.teacher)
-    if "carry_in_module" in program.terms:
-        world.memory = nn.Module()
-        world.memory.register_buffer("hidden", torch.zeros(CLASSES))
-        also.append(world.memory)
     mode: Any = {"compiled": "auto", "checked": "graph"}.get(program.mode, program.mode)
     captures = hs.Fast(mode, num_steps=1000, max_graphs=1 if "one_graph" in program.options else 8)
     world.step = hs.Step(model, world.optimizers, "fp32", fast=captures, also=also, **options)
@@ -226,10 +222,10 @@ def copy_user_state(world: World, window: list[Any]) -> dict[str, Any]:
     }
     return copy_values({
         "weights": world.model.state_dict(), "kept": world.kept, "recent": world.recent, "numbers": world.numbers,
-        "flags": world.flags, "last three": list(world.window_of_losses), "commits": world.commits,
+        "flags": world.flags, "commits": world.commits,
         "attributes": attributes, "written count": world.saved["calls"], "window": [vars(b) if isinstance(b, Sample)
         else b for b in window], "teacher": world.teacher.state_dict() if world.teacher else None,
-        "memory": world.memory.state_dict() if world.memory else None, "torch generator": torch.get_rng_state(),
+        "torch generator": torch.get_rng_state(),
         "own generator": world.generator.get_state(), "extra": world.extra.state_dict(),
         "attempted": world.step.attempted, "committed": world.step.committed,
     })  # fmt: skip
@@ -395,9 +391,8 @@ def list_memory(step: GuardedStep) -> dict[str, int]:
 
 MODES = ("graph", "checked", "compiled")
 
-KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "carry_in_module", "tensor_count", "keep",
-         "metrics", "keep_input", "keep_alias", "keep_then_fail", "toggle", "remembered_rows", "replaced_buffer",
-         "kept_output", "kept_in_list", "cached", "spectral_norm", "running", "counting_buffer"}  # fmt: skip
+KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "keep", "keep_input", "keep_alias",
+         "keep_then_fail", "remembered_rows", "replaced_buffer", "cached", "spectral_norm", "running"}  # fmt: skip
 """Captured pieces that change Python objects."""
 
 KNOWN_FAULTS: dict[str, Callable[[Program], bool]] = {

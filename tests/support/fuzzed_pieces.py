@@ -9,7 +9,6 @@ import copy
 import functools
 import random
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,16 +80,6 @@ def clamp_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return x @ own.weight
 
 
-def normalise_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.weight.data.copy_(F.normalize(own.weight.data, dim=1))
-    return x @ own.weight
-
-
-def mask_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.weight.data.mul_(own.mask)
-    return x @ own.weight
-
-
 def replace_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     own.mean = 0.9 * own.mean + 0.1 * x.detach().mean(0)
     return x - own.mean
@@ -99,11 +88,6 @@ def replace_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
 def write_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     own.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
     return x - own.mean
-
-
-def count_in_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.seen += 1
-    return x * (1 + 0.01 * own.seen)
 
 
 def remember_rows(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
@@ -118,27 +102,6 @@ def attend(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return x + F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None])[0, 0]
 
 
-def quantize(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Replace rows by their nearest codes, and move the codes towards them, as VQ-VAE does."""
-    nearest = torch.cdist(x, own.codes).argmin(1)
-    if own.training:
-        with torch.no_grad():
-            hits = F.one_hot(nearest, len(own.codes)).type_as(x)
-            own.sizes.mul_(0.9).add_(hits.sum(0), alpha=0.1)
-            own.sums.mul_(0.9).add_(hits.T @ x, alpha=0.1)
-            own.codes.copy_(own.sums / (own.sizes[:, None] + 1e-3))
-    return x + (own.codes[nearest] - x).detach()
-
-
-def follow_by_momentum(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Move a copy of the layer inside forward, as MoCo does."""
-    with torch.no_grad():
-        for slow, quick in zip(own.slow.parameters(), own.quick.parameters(), strict=True):
-            slow.mul_(0.9).add_(quick, alpha=0.1)
-        target = own.slow(x)
-    return own.quick(x) + 0.1 * target
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -149,16 +112,6 @@ class Doubled(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         (x,) = context.saved_tensors
         return 2 * gradient * (x.abs() < 3)
-
-
-def keep_output(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.last = x.detach()
-    return x
-
-
-def keep_in_list(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.history[0] = x.detach().mean()
-    return x
 
 
 def use_cache(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
@@ -176,11 +129,6 @@ def checkpoint_block(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return checkpoint(own.inner, x, use_reentrant=False)
 
 
-def count_in_attribute(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.calls += 1
-    return x * (1 + 0.01 * own.calls)
-
-
 def make_pruned() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
     prune.random_unstructured(layer, "weight", amount=0.3)
@@ -196,10 +144,6 @@ def make_masked_by_hook() -> nn.Module:
 
     layer.register_forward_pre_hook(apply)
     return layer
-
-
-def make_block() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3))
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -222,24 +166,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "max_norm": lambda: Layer(
         lambda own, x, tokens: x + own.inner(tokens), inner=nn.Embedding(TOKENS, WIDTH, max_norm=1.0)
     ),
-    "clamped_weight": lambda: Layer(clamp_weight, weight=make_weight()),
-    "normalised_weight": lambda: Layer(normalise_weight, weight=make_weight()),
-    "masked_weight": lambda: Layer(mask_weight, weight=make_weight(), mask=(torch.rand(WIDTH, WIDTH) > 0.3).float()),
+    "clamped_weight": lambda: Layer(clamp_weight, weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)),
     "twice": lambda: Layer(lambda own, x, tokens: own.inner(own.inner(x)), inner=nn.Linear(WIDTH, WIDTH)),
     "replaced_buffer": lambda: Layer(replace_buffer, mean=torch.zeros(WIDTH)),
     "written_buffer": lambda: Layer(write_buffer, mean=torch.zeros(WIDTH)),
-    "counting_buffer": lambda: Layer(count_in_buffer, seen=torch.zeros((), dtype=torch.long)),
     "remembered_rows": lambda: Layer(remember_rows, inner=nn.Linear(WIDTH, WIDTH), hidden=torch.zeros(ROWS, WIDTH)),
     "attention": lambda: Layer(attend, inner=nn.Linear(WIDTH, 3 * WIDTH)),
-    "quantizer": lambda: Layer(
-        quantize, codes=torch.randn(4, WIDTH), sizes=torch.ones(4), sums=torch.randn(4, WIDTH)
-    ),
-    "momentum_copy": lambda: Layer(
-        follow_by_momentum, quick=nn.Linear(WIDTH, WIDTH), slow=nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    ),
     "autograd_function": lambda: Layer(lambda own, x, tokens: Doubled.apply(x)),
-    "kept_output": lambda: Layer(keep_output),
-    "kept_in_list": lambda: Layer(keep_in_list, history=[torch.zeros(())]),
     "scaled": lambda: Layer(lambda own, x, tokens: x * own.scale, scale=1.0),
     "switched": lambda: Layer(
         lambda own, x, tokens: own.inner(x) if own.is_on else x, inner=nn.Linear(WIDTH, WIDTH), is_on=True
@@ -253,19 +186,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gumbel": lambda: Layer(lambda own, x, tokens: x + F.gumbel_softmax(x, dim=-1)),
 }  # fmt: skip
 EAGER_LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "checkpointed_norm": lambda: Layer(checkpoint_block, inner=make_block()),
     "lazy_buffer": lambda: Layer(register_late),
     "cumulative_norm": wrap(lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
-    "counter": lambda: Layer(count_in_attribute, calls=0),
-    "item": lambda: Layer(lambda own, x, tokens: x * (1 + 0.1 * x.abs().mean().item())),
     "data_branch": lambda: Layer(
         lambda own, x, tokens: own.inner(x) if x.sum() > 0 else x, inner=nn.Linear(WIDTH, WIDTH)
     ),
     "selected_rows": lambda: Layer(lambda own, x, tokens: x + x[x[:, 0] > 0].sum(0)),
-    "python_random": lambda: Layer(lambda own, x, tokens: x * (1 + random.random())),
-    "numpy_random": lambda: Layer(lambda own, x, tokens: x * (1 + float(np.random.rand()))),
 }
-"""Layers that torch cannot trace, or that change a Python number at every call."""
+"""Layers that torch cannot trace. python_values.py and captured_faults.py have more of them."""
 
 
 class Model(nn.Module):
@@ -296,16 +224,13 @@ class World:
     kept: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=lambda: {"raises": False, "interrupts": False, "is_late": False})
     recent: list[Any] = field(default_factory=lambda: [0.0])
-    window_of_losses: deque[Any] = field(default_factory=lambda: deque([torch.zeros(())] * 3, maxlen=3))
     alpha: Any = 1.0
     tensor: Tensor = field(default_factory=lambda: torch.ones(()))
     teacher: nn.Module | None = None
-    memory: nn.Module | None = None
     step: Any = None
     set_in_closure: Callable[[float], None] = lambda value: None
-    terms: list[Callable[..., Tensor]] = field(default_factory=list)
+    terms: list[Callable[..., Tensor | None]] = field(default_factory=list)
     rows: int = ROWS
-    num_batches: int = 1
     dtype: torch.dtype = torch.float32
     spoiled: str = ""
     """What is wrong with the next window only."""
@@ -327,17 +252,15 @@ class World:
 FACTOR = 1.0
 
 
-# --- terms: what loss_fn does with batch, output and loss ---
+# --- terms: what loss_fn does with batch, output and loss; a term that returns nothing leaves the loss as it is ---
 
 
-def average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["average"] = 0.9 * world.kept.get("average", torch.zeros(())) + 0.1 * loss.detach()
-    return loss
 
 
-def average_in_place(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def average_in_place(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.recent[0] = world.recent[0] * 0.9 + loss.detach() * 0.1
-    return loss
 
 
 def divide_by_average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -352,43 +275,21 @@ def carry(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     return loss + hidden.square().mean()
 
 
-def carry_in_module(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    assert world.memory is not None
-    hidden = torch.tanh(out.mean(0) + world.memory.hidden)
-    world.memory.hidden = hidden.detach()
-    return loss + hidden.square().mean()
-
-
-def keep(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["out"] = out.detach()
-    return loss
 
 
-def keep_metrics(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    with torch.no_grad():
-        world.kept["metrics"] = {"spread": out.std(), "top": out.argmax(1)}
-    return loss
-
-
-def keep_last_three(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.window_of_losses.append(loss.detach())
-    return loss + 0.1 * torch.stack(list(world.window_of_losses)).mean()
-
-
-def keep_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["x"] = x
-    return loss
 
 
-def keep_view(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_view(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["row"] = out.detach()[0]
     world.kept["all"] = out.detach()
-    return loss
 
 
-def keep_alias(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_alias(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["first"] = world.kept["second"] = out.detach()
-    return loss
 
 
 def keep_weight(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -396,9 +297,8 @@ def keep_weight(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     return loss + 0.1 * (world.kept["head"] - world.model.head.weight * 0.5).square().mean()
 
 
-def keep_row_of_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_row_of_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["input row"] = x[0]
-    return loss
 
 
 def average_where_it_is(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -415,11 +315,6 @@ def move_teacher_in_loss(world: World, x: Tensor, out: Tensor, loss: Tensor) -> 
     return loss + F.mse_loss(out, world.extra(torch.ones(len(x), WIDTH)).detach())
 
 
-def count_in_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["calls"] = world.kept.get("calls", torch.zeros((), dtype=torch.long)) + 1
-    return loss
-
-
 def count_into_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     world.saved["calls"].add_(1)
     return loss * (1 + 0.01 * world.saved["calls"])
@@ -432,68 +327,24 @@ def distil(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     return loss + F.mse_loss(out, target)
 
 
-def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     if world.flags["raises"]:
         raise ValueError(f"asked to fail on {len(x)} rows")
     if world.flags["interrupts"]:
         raise KeyboardInterrupt
-    return loss
 
 
-def fail_on_small(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def fail_on_small(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     assert len(x) >= ROWS, "batch too small"
-    return loss
 
 
-def keep_then_fail(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_then_fail(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["before"] = out.detach()
     world.kept["num"] = len(x)
-    return fail_if_asked(world, x, out, loss)
+    fail_if_asked(world, x, out, loss)
 
 
-def toggle(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.flags["side"] = not world.flags.get("side", False)
-    return loss * 1.5 if world.flags["side"] else loss
-
-
-def log_item(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.recent.append(loss.item())
-    return loss
-
-
-def grow(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.recent.append(loss.detach())
-    return loss
-
-
-def keep_graph(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["graph"] = out
-    return loss
-
-
-def count_in_python(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["count"] = world.kept.get("count", 0) + 1
-    return loss
-
-
-def count_and_use(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["used"] = world.kept.get("used", 0) + 1
-    return loss * (1 + 0.1 * world.kept["used"])
-
-
-def fail_on_nan(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    if not torch.isfinite(out).all():
-        raise FloatingPointError("the output is not finite")
-    return loss
-
-
-def penalise_gradient(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    out = world.model.inlet(x).square().sum()
-    return loss + 0.1 * world.step.grad(out, x).square().mean()
-
-
-Term = Callable[[World, Tensor, Tensor, Tensor], Tensor]
+Term = Callable[[World, Tensor, Tensor, Tensor], Tensor | None]
 TERMS: dict[str, Term] = {
     "dict": lambda world, x, out, loss: loss * world.numbers["beta"],
     "attribute": lambda world, x, out, loss: loss * world.alpha,
@@ -506,20 +357,14 @@ TERMS: dict[str, Term] = {
     "rand": lambda world, x, out, loss: loss * (0.5 + torch.rand(())),
     "penalty": lambda world, x, out, loss: loss + 1e-3 * sum(p.square().sum() for p in world.model.parameters()),
     "average": average, "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
-    "carry_in_module": carry_in_module, "keep": keep, "metrics": keep_metrics, "keep_input": keep_input,
-    "keep_alias": keep_alias, "running": average_where_it_is, "moved_in_loss": move_teacher_in_loss,
-    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "teacher": distil, "fail": fail_if_asked,
-    "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail, "toggle": toggle,
+    "keep": keep, "keep_input": keep_input, "keep_alias": keep_alias, "running": average_where_it_is,
+    "moved_in_loss": move_teacher_in_loss, "written_count": count_into_tensor, "teacher": distil,
+    "fail": fail_if_asked, "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail,
 }  # fmt: skip
 EAGER_TERMS: dict[str, Term] = {
-    "random_loss": lambda world, x, out, loss: loss * (1 + random.random()),
     "own_generator": lambda world, x, out, loss: loss * (1 + torch.rand((), generator=world.generator)),
     "differentiated_input": lambda world, x, out, loss: loss + world.model.inlet(x.clone().requires_grad_()).mean(),
-    "write_batch": lambda world, x, out, loss: loss,  # get_loss writes
-    "log_item": log_item, "grow": grow, "keep_graph": keep_graph, "count": count_in_python,
-    "count_and_use": count_and_use, "fail_on_nan": fail_on_nan, "gradient_penalty": penalise_gradient,
-    "last_three": keep_last_three, "keep_view": keep_view, "keep_weight": keep_weight,
-    "keep_row_of_input": keep_row_of_input,
+    "keep_view": keep_view, "keep_weight": keep_weight, "keep_row_of_input": keep_row_of_input,
 }  # fmt: skip
 ALL_TERMS = TERMS | EAGER_TERMS
 BY_FORM = ("smoothing", "weight", "tensor_weight")
@@ -543,13 +388,12 @@ BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[Tensor, Tenso
 
 def get_loss(world: World, scale: Any, batch: Any) -> Any:
     x, y, tokens = BATCHES[world.program.batch][1](batch)
-    if "write_batch" in world.program.terms:
-        x.mul_(0.5)
     out = world.model(x, tokens)
     smoothing = world.numbers["smoothing"] if "smoothing" in world.program.terms else 0.0
     loss = F.cross_entropy(out, y, label_smoothing=smoothing) * scale
     for term in world.terms:
-        loss = term(world, x, out, loss)
+        changed = term(world, x, out, loss)
+        loss = loss if changed is None else changed
     if "weight" in world.program.terms:
         return loss, len(x)
     if "tensor_weight" in world.program.terms:
@@ -815,10 +659,6 @@ def freeze(world: World, number: int) -> None:
     weight.requires_grad_(not weight.requires_grad)
 
 
-def freeze_layer(world: World, number: int) -> None:
-    world.model.inlet.requires_grad_(number % 2 == 0)
-
-
 def load_model(world: World, number: int) -> None:
     if "model" in world.saved and number % 3 and set(world.saved["model"]) == set(world.model.state_dict()):
         world.model.load_state_dict(world.saved["model"], assign=number % 3 == 2 and number > 9)
@@ -829,9 +669,6 @@ def load_model(world: World, number: int) -> None:
 def load_optimizer(world: World, number: int) -> None:
     optimizer = world.optimizers[0]
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    if number % 2:
-        for own in optimizer.state.values():
-            own.update({name: value * 0.5 for name, value in own.items() if name.startswith(("exp", "mom"))})
 
 
 def load_step(world: World, number: int) -> None:
@@ -1028,7 +865,7 @@ ACTIONS: dict[str, Callable[[World, int], None]] = {
     function.__name__: function
     for function in (
         write_weights, replace_parameter, swap_module, add_group, add_hook, remove_hook, set_float, anneal, set_clamp,
-        set_flags, set_backend, freeze, freeze_layer, load_model, load_optimizer, load_step, set_rate, set_decay,
+        set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_decay,
         set_training, set_dropout, set_smoothing, set_rows, shorten, set_dtype, spoil, spoil_weight, fail_once,
         fail_in_a_layer, fail_in_commit, replace_state, write_state, use_uneven_batches, set_default_dtype,
         set_tensor_rate, reset_state, write_kept, replace_buffers, validate, end_epoch, seed, clear_gradients,
