@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.codes import encode_signed, encode_unsigned, make_signed_table, make_unsigned_table
-from halfstep.step.schedule import ScheduleOptions, build_schedule
-from halfstep.step.step import GuardedStep
-from tiny_training import plan
 
 
 def net(memory_format: torch.memory_format = torch.contiguous_format) -> nn.Sequential:
@@ -66,23 +62,6 @@ def test_the_numbers_are_those_of_torchao() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stored_state_continues_bit_exactly(dtype: torch.dtype) -> None:
-    model = net().to(dtype)
-    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
-    train(model, optimizer, 3)
-    stored, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    expected = train(model, optimizer, 3, start=3)
-    again = net().to(dtype)
-    again.load_state_dict(weights)
-    resumed = AdamW8bit(again.parameters(), lr=1e-2)
-    resumed.load_state_dict(stored)
-    state = resumed.state_dict()["state"][0]
-    assert state["exp_avg_codes"].dtype == torch.uint8
-    assert state["exp_avg_scale"].dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(expected, train(again, resumed, 3, start=3), strict=True))
-
-
 def test_moments_take_a_byte_a_value() -> None:
     model = nn.Linear(256, 256, bias=False)
     optimizer = AdamW8bit(model.parameters())
@@ -106,23 +85,6 @@ def test_a_tensor_learning_rate_is_read_at_every_step() -> None:
 def test_a_beta_of_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="betas"):
         AdamW8bit(nn.Linear(2, 2).parameters(), betas=(1.0, 0.999))
-
-
-def test_in_a_step_the_device_decides_and_a_bad_window_changes_nothing() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
-    schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=10))
-    step = GuardedStep(model, optimizer, plan("fp32", "cpu"), schedules=[schedule])
-    assert step.committers[0].method == "found_inf"
-    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
-    for _ in range(3):
-        assert not step(loss_fn, [torch.randn(8, 64)]).read().is_bad
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
-    assert step(loss_fn, [torch.full((8, 64), float("nan"))]).read().is_bad
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    for index, own in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(own[name], state[index][name]) for name in own)
 
 
 # --- one-byte codes: the nearest of 256 values, computed without a search ---

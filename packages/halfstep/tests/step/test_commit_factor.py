@@ -99,6 +99,7 @@ def test_what_does_not_commit_in_its_kernel_multiplies() -> None:
 @pytest.mark.parametrize("name", IN_KERNEL)
 def test_a_bad_step_with_a_factor_that_is_not_a_number_changes_nothing(name: str) -> None:
     model, committer = made(name)
+    assert committer.method == "found_inf"
     for seed in range(2):
         give(model, seed)
         commit_all([committer], GOOD, torch.tensor(0.3))

@@ -1,4 +1,5 @@
-"""Kernels on weights in bf16 against their twins in torch, bit for bit; interpreted here, compiled in tests/gpu."""
+"""Kernels of one-byte moments and of bf16 weights against their twins in torch, bit for bit; interpreted here, compiled
+in tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from halfstep.step.optim.adamw8bit import make_state, update
 from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16, Setting
 from halfstep.step.optim.half_weights import join, make_key, round_stochastically, split
 from halfstep.step.optim.single_pass import SinglePass
+from tiny_training import assert_same_bits
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -33,33 +35,49 @@ def corrections(step: int) -> Sequence[Tensor]:
     return [1 - torch.tensor(beta) ** torch.tensor(float(step)) for beta in (0.9, 0.999)]
 
 
-@pytest.mark.parametrize(("how", "scale"), [("split", None), ("stochastic", 3.0)])
-def test_8_bit_moments_and_bf16_weights_have_the_bits_of_the_twin(how: str, scale: float | None) -> None:
+def spread_gradient(step: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return blocks of very different size, of which one is zero."""
+    generator = torch.Generator().manual_seed(step)
+    blocks = torch.randn(count // 256, 256, generator=generator) * torch.logspace(-9, 3, count // 256)[:, None]
+    blocks[1] = 0
+    return blocks.flatten().to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "scale"),
+    [
+        (torch.float32, "", None),
+        (torch.float16, "", 3.0),
+        (torch.bfloat16, "split", None),
+        (torch.bfloat16, "stochastic", 3.0),
+    ],
+)
+def test_8_bit_moments_have_the_bits_of_the_twin(dtype: torch.dtype, how: str, scale: float | None) -> None:
     from halfstep.step.optim import adamw8bit_triton
 
     torch.manual_seed(0)
-    count = 19 * 256
-    start = torch.randn(count).bfloat16()
+    count = 19 * 256  # not a whole number of programs
+    start = torch.randn(count).to(dtype)
     ours = {"weights": start.clone(), **make_state(start)}
     if how == "split":
         ours[LOW] = torch.randint(-32768, 32768, (count,)).to(torch.int16)
     theirs = {name: value.clone() for name, value in ours.items()}
     for step in range(1, 5):
-        gradient = (torch.randn(count, generator=torch.Generator().manual_seed(step)) * 0.1).bfloat16()
+        gradient = spread_gradient(step, count, dtype) * (float("nan") if step == 3 else 1)
         key = make_key(0, 2, torch.tensor(float(step)))
         given = setting(scale, bad=step == 3)
         adamw8bit_triton.update(
             ours["weights"], gradient.clone(), ours, corrections(step), given, key if how == "stochastic" else None
         )
-        theta = join(theirs["weights"], theirs[LOW]) if how == "split" else theirs["weights"].float()
+        theta = join(theirs["weights"], theirs[LOW]) if how == "split" else theirs["weights"]
+        theta = theta.float() if how == "stochastic" else theta
         update(theta, gradient.clone(), theirs, corrections(step), given)
         if how == "split":
             theirs["weights"], theirs[LOW] = split(theta)
         else:
-            theirs["weights"] = round_stochastically(theta, key)
-    for name, value in ours.items():
-        same = theirs[name]
-        assert torch.equal(value.reshape(-1).view(torch.uint8), same.reshape(-1).view(torch.uint8)), name
+            theirs["weights"] = round_stochastically(theta, key) if how else theta
+    assert not torch.equal(ours["weights"], start)
+    assert_same_bits(ours, theirs)
 
 
 def trained_by_torch(rounding: Any) -> tuple[nn.ParameterList, AdamWBf16]:

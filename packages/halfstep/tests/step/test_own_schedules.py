@@ -480,17 +480,6 @@ def factors_after(plateau: PlateauFactor, metrics: Iterable[float]) -> list[floa
     return factors
 
 
-def test_plateau_follows_torchs_reduce_on_plateau() -> None:
-    metrics = [0.3, 0.4, 0.39, 0.4, 0.4, 0.41, 0.2, 0.2, 0.2, 0.2, 0.2, 0.9, 0.1, 0.1, 0.1, 0.1]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    torchs = TORCH.ReduceLROnPlateau(optimizer, mode="max", patience=2, factor=0.5)
-    ours = PlateauFactor(mode="max", cut=0.5, patience=2)
-    for metric in metrics:
-        torchs.step(metric)
-        ours.observe(metric)
-        assert ours.factor == pytest.approx(optimizer.param_groups[0]["lr"])
-
-
 def test_plateau_state_survives_a_round_trip() -> None:
     first = PlateauFactor(patience=1)
     for metric in (0.5, 0.4):
