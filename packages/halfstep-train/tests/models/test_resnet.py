@@ -104,21 +104,6 @@ def test_the_small_stem_keeps_the_size_of_small_images(stem: str, size: int) -> 
     assert seen == [torch.Size([1, 2, size, size])]
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_model_compiles_without_graph_breaks_in_channels_last(checkpointing: bool) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
-    model = build_resnet("resnet50", **TINY, checkpointing=checkpointing).to(memory_format=torch.channels_last)
-    eager = build_resnet("resnet50", **TINY)
-    eager.load_state_dict(model.state_dict())
-    torch.compile(model, backend="aot_eager", fullgraph=True)(x).mean().backward()
-    eager(x).mean().backward()
-    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def build(num_classes: int) -> ResNet:
     return build_resnet("resnet18", blocks=(1,), width=2, num_classes=num_classes)
 

@@ -54,23 +54,6 @@ def test_odd_sizes_come_out_as_they_went_in(bilinear: bool, depth: int, size: tu
     assert model(torch.randn(2, 1, *size)).shape == (2, 3, *size)
 
 
-@pytest.mark.slow
-def test_the_model_compiles_with_and_without_checkpointing() -> None:
-    x = torch.randn(1, 3, 9, 10)
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        model = UNet(base_channels=2, depth=1, checkpointing=checkpointing)
-        eager = UNet(base_channels=2, depth=1)
-        eager.load_state_dict(model.state_dict())
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        compiled(x).mean().backward()
-        eager(x).mean().backward()
-        for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-        for a, b in zip(model.buffers(), eager.buffers(), strict=True):
-            torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_receptive_radius_is_the_farthest_pixel_with_a_gradient(depth: int) -> None:
     torch.manual_seed(0)

@@ -114,13 +114,3 @@ def test_positions_of_the_models_own_size_are_untouched_and_the_class_tokens_alw
 def test_an_image_that_patches_cannot_tile_is_named() -> None:
     with pytest.raises(ConfigError, match="18 pixels.* multiple of 4"):
         tiny()(torch.randn(1, 3, 18, 16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_model_compiles_without_graph_breaks(checkpointing: bool) -> None:
-    model, eager, x = tiny(checkpointing=checkpointing), tiny(), torch.randn(2, 3, 16, 16)
-    torch.compile(model, backend="aot_eager", fullgraph=True)(x).square().mean().backward()
-    eager(x).square().mean().backward()
-    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
