@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from golden import assert_golden, golden, group
+from golden import assert_golden, assert_golden_gradients, golden, group
 from halfstep_train.models.posterior import draw_latent
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
 from halfstep_train.workloads.radio.layers import (
@@ -90,16 +90,7 @@ def test_golden_predictions_losses_gradients_and_statistics() -> None:
         assert abs(loss("weighted" in name, name.endswith("l1")).item() / value - 1) < 1e-5, name
 
     loss(True, True).backward()
-    gradients, own = group(tensors, "grad/"), dict(unet.named_parameters())
-    largest = max(float(value.abs().max()) for value in gradients.values())
-    on_group = {name.removeprefix("grad/") for name in facts["rounding"]["compare_on_group_scale"]}  # type: ignore[index]
-    for theirs, value in gradients.items():
-        name = rename_unet_weight(theirs)
-        assert name is not None, f"{theirs} has a gradient"
-        grad = own[name].grad
-        assert grad is not None, name
-        scale = largest if theirs in on_group else 0.0
-        assert_golden(grad, value, within=1e-5 if scale else 5e-5, scale=scale, name=name)
+    assert_golden_gradients(unet, tensors, facts, rename=rename_unet_weight, within=5e-5)
     for place, feature in enumerate(features):
         assert feature.grad is not None
         assert_golden(feature.grad, tensors[f"grad_in/cond_features.{place}"], within=5e-5, name=f"features.{place}")

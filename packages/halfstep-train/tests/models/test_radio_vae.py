@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from golden import assert_golden, golden, group
+from golden import assert_golden, assert_golden_gradients, golden, group
 from halfstep_train.models.posterior import draw_latent, kl_divergence
 from halfstep_train.workloads.radio.names import rename_vae_weight
 from halfstep_train.workloads.radio.vae import RadioVAE
@@ -41,14 +41,10 @@ def test_golden_moments_reconstruction_and_gradients() -> None:
     loss = nll + 1e-6 * kl.sum() / len(image)
     assert abs(loss.item() / facts["scalars"]["loss"] - 1) < VAE_TOLERANCE
     loss.backward()
-    gradients = group(tensors, "grad/")
-    largest = max(float(value.abs().max()) for value in gradients.values())
-    on_group = {name.removeprefix("grad/") for name in facts["rounding"]["compare_on_group_scale"]}
+    assert_golden_gradients(
+        vae, tensors, facts, rename=rename_vae_weight, within=VAE_TOLERANCE, within_group=VAE_TOLERANCE
+    )
     parameters = dict(vae.named_parameters())
-    for name, value in gradients.items():
-        grad = parameters[rename_vae_weight(name) or ""].grad
-        assert grad is not None
-        assert_golden(grad, value, within=VAE_TOLERANCE, scale=largest if name in on_group else 0.0, name=name)
     for name, norms in facts["gradients_not_stored"].items():
         grad = parameters[name].grad
         assert grad is not None

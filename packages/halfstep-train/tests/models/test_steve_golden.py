@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from golden import assert_golden, golden, group
+from golden import assert_golden, assert_golden_gradients, golden, group
 from halfstep_train.workloads.slots.config import SteveModelConfig
 from halfstep_train.workloads.slots.dvae import DVae
 from halfstep_train.workloads.slots.steve import Steve
@@ -72,16 +72,8 @@ def test_every_gradient_is_the_originals(case: Case) -> None:
     model.zero_grad()
     seen = model(**inputs(tensors))
     (seen.mse + seen.cross_entropy).backward()
-    expected = group(tensors, "grad/")
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    assert set(found) == set(expected)
-    largest = float(max(gradient.abs().max() for gradient in expected.values()))
-    assert largest == facts["gradient_norms"]["inf_norm_all"]
-    on_group_scale = facts["rounding"]["compare_on_group_scale"]
-    for name, gradient in found.items():
-        assert gradient is not None
-        scale = largest if f"grad/{name}" in on_group_scale else 0.0
-        assert_golden(gradient, expected[name], scale=scale, name=name)
+    assert {name for name, _ in model.named_parameters()} == set(group(tensors, "grad/"))
+    assert_golden_gradients(model, tensors, facts)
 
 
 def test_gradients_are_the_originals_when_the_vocabulary_goes_by_chunks(
