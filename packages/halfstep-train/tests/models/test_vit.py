@@ -26,16 +26,6 @@ def state_as_saved_by_torchvision(model: ViT) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "num_classes", "count"),
-    [("vit_s_16", 1000, 22_050_664), ("vit_b_16", 1000, 86_567_656), ("vit_l_16", 1000, 304_326_632)],
-)
-def test_the_parameter_count_is_the_published_one(name: str, num_classes: int, count: int) -> None:
-    with torch.device("meta"):
-        model = build_vit(name, num_classes=num_classes)
-    assert sum(p.numel() for p in model.parameters()) == count
-
-
 def test_layers_carry_torchvisions_names() -> None:
     with torch.device("meta"):
         names = set(build_vit("vit_b_16").state_dict())
