@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,17 +12,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fake_driver import ALL_NATIVE, make_hardware
 from halfstep.backend_flags import read_effective_leaves, read_flags
-from halfstep.hardware.device_facts import Hardware
 from halfstep.islands import fp32_island
 from halfstep.precision.contexts import simulate
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 
-SUPPORT = MappingProxyType(
-    dict.fromkeys(("fp32", "tf32", "bf16", "fp8_e4m3", "fp8_e5m2"), "native") | {"fp16": "emulated"}
-)
-CPU = Hardware(kind="cpu", device="cpu", name="Test CPU", vendor="test", support=SUPPORT)
+CPU = make_hardware("cpu", **(ALL_NATIVE | {"fp16": "emulated"}))
 
 
 def state() -> tuple[Any, ...]:
