@@ -626,11 +626,6 @@ def set_float(world: World, number: int) -> None:
             layer.scale = value
 
 
-def anneal(world: World, number: int) -> None:
-    """Change floats at every step from now on."""
-    world.saved["annealed"] = number
-
-
 def set_clamp(world: World, number: int) -> None:
     world.numbers["limit"], world.numbers["power"] = 0.5 + number % 3, 1.0 + (number % 4) / 2
 
@@ -717,36 +712,12 @@ def set_smoothing(world: World, number: int) -> None:
     world.numbers["smoothing"] = np.float32(value) if number % 2 else value
 
 
-def set_rows(world: World, number: int) -> None:
-    world.rows = ROWS + number % 4 - 1
-
-
-def shorten(world: World, number: int) -> None:
-    world.spoiled = ["one_row", "short_window", "no_rows"][number % 3]
-
-
-def set_dtype(world: World, number: int) -> None:
-    world.dtype = [torch.float32, torch.float64, torch.float16][number % 3]
-
-
-def spoil(world: World, number: int) -> None:
-    world.spoiled = ["nan", "inf", "nan_row", "label", "token", "huge", "ignored"][number % 7]
-
-
 def spoil_weight(world: World, number: int) -> None:
     """Let one step begin with an infinite weight, which the user repairs afterwards."""
     weight = choose(world, number)
     with torch.no_grad():
         world.saved["repaired"] = weight, weight.clone()
         weight.view(-1)[0] = float("inf")
-
-
-def fail_once(world: World, number: int) -> None:
-    world.flags["interrupts" if number % 3 == 0 else "raises"] = True
-
-
-def fail_in_commit(world: World, number: int) -> None:
-    world.flags["commit raises"] = True
 
 
 def replace_state(world: World, number: int) -> None:
@@ -760,15 +731,6 @@ def write_state(world: World, number: int) -> None:
         for name, value in own.items():
             if isinstance(value, Tensor) and name != "step":
                 value.zero_()
-
-
-def use_uneven_batches(world: World, number: int) -> None:
-    world.saved["uneven"] = True
-
-
-def set_default_dtype(world: World, number: int) -> None:
-    """Change what torch makes of Python numbers, as users of fp64 do."""
-    torch.set_default_dtype(torch.float64 if number % 2 else torch.float32)
 
 
 def set_tensor_rate(world: World, number: int) -> None:
@@ -800,12 +762,6 @@ def write_kept(world: World, number: int) -> None:
             value.mul_(0.5)
 
 
-def replace_buffers(world: World, number: int) -> None:
-    for layer in world.model.modules():
-        for name, value in list(layer.named_buffers(recurse=False)):
-            setattr(layer, name, value.clone())
-
-
 def validate(world: World, number: int) -> None:
     was_training = world.model.training
     world.model.eval()
@@ -816,10 +772,6 @@ def validate(world: World, number: int) -> None:
     world.model.train(was_training)
     if "plateau" in world.program.options:
         world.step.validated(float(value))
-
-
-def end_epoch(world: World, number: int) -> None:
-    world.step.epoch_ended()
 
 
 def seed(world: World, number: int) -> None:
@@ -841,19 +793,6 @@ def train_elsewhere(world: World, number: int) -> None:
     world.model(torch.ones(3, INPUTS), torch.zeros(3, dtype=torch.long)).sum().backward()
 
 
-def use_static_batch(world: World, number: int) -> None:
-    world.static = () if world.static is None else None
-
-
-def split_call(world: World, number: int) -> None:
-    """Make the next step by compute() and commit()."""
-    world.saved["split"] = True
-
-
-def finish(world: World, number: int) -> None:
-    world.step.finish()
-
-
 def copy_model(world: World, number: int) -> None:
     """Deep-copy, as users do who keep the best model."""
     world.saved["best"] = copy.deepcopy(world.model.state_dict())
@@ -861,14 +800,31 @@ def copy_model(world: World, number: int) -> None:
         copy.deepcopy(world.model)
 
 
+DTYPES = (torch.float32, torch.float64, torch.float16)
+SPOILS = ("nan", "inf", "nan_row", "label", "token", "huge", "ignored")
 ACTIONS: dict[str, Callable[[World, int], None]] = {
     function.__name__: function
     for function in (
-        write_weights, replace_parameter, swap_module, add_group, add_hook, remove_hook, set_float, anneal, set_clamp,
-        set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_decay,
-        set_training, set_dropout, set_smoothing, set_rows, shorten, set_dtype, spoil, spoil_weight, fail_once,
-        fail_in_a_layer, fail_in_commit, replace_state, write_state, use_uneven_batches, set_default_dtype,
-        set_tensor_rate, reset_state, write_kept, replace_buffers, validate, end_epoch, seed, clear_gradients,
-        train_elsewhere, use_static_batch, split_call, finish, copy_model,
+        write_weights, replace_parameter, swap_module, add_group, add_hook, remove_hook, set_float, set_clamp,
+        set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_decay, set_training,
+        set_dropout, set_smoothing, spoil_weight, fail_in_a_layer, replace_state, write_state, set_tensor_rate,
+        reset_state, write_kept, validate, seed, clear_gradients, train_elsewhere, copy_model,
     )
+} | {
+    # Floats change at every step from now on.
+    "anneal": lambda world, number: world.saved.update(annealed=number),
+    "set_rows": lambda world, number: setattr(world, "rows", ROWS + number % 4 - 1),
+    "shorten": lambda world, number: setattr(world, "spoiled", ["one_row", "short_window", "no_rows"][number % 3]),
+    "set_dtype": lambda world, number: setattr(world, "dtype", DTYPES[number % 3]),
+    "spoil": lambda world, number: setattr(world, "spoiled", SPOILS[number % 7]),
+    "fail_once": lambda world, number: world.flags.update({"interrupts" if number % 3 == 0 else "raises": True}),
+    "fail_in_commit": lambda world, number: world.flags.update({"commit raises": True}),
+    "use_uneven_batches": lambda world, number: world.saved.update(uneven=True),
+    # Changes what torch makes of Python numbers, as users of fp64 do.
+    "set_default_dtype": lambda world, number: torch.set_default_dtype(torch.float64 if number % 2 else torch.float32),
+    "use_static_batch": lambda world, number: setattr(world, "static", () if world.static is None else None),
+    # The next step is made by compute() and commit().
+    "split_call": lambda world, number: world.saved.update(split=True),
+    "finish": lambda world, number: world.step.finish(),
+    "end_epoch": lambda world, number: world.step.epoch_ended(),
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Faults that captured steps had: each loop trains like fast="off", bit for bit, captured or eager with a reason."""
+"""Captured steps train like fast="off", bit for bit, or stay eager and name the reason: loops that once had a fault,
+features of hs.Step, Python values of every kind, and casts of shared weights. tests/gpu has the same on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import captured_features
 import halfstep as hs
+import python_values
+import shared_casts
 from captured_faults import (
     LOOPS,
     Loop,
@@ -28,11 +32,13 @@ from captured_faults import (
     make_net,
     train,
 )
+from fake_driver import make_hardware
 from halfstep.fast import certificate, compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.fast.certificate import ReplayDiffers, StateCopy, StepState
 from halfstep.fast.fast_path import FastPath
 from halfstep.fast.windows import Promise
+from halfstep.own_loop import step as own_step
 from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 from tiny_training import make_step
 
@@ -52,6 +58,28 @@ def test_loops_train_like_eager_ones(name: str, capsys: pytest.CaptureFixture[st
     found = assert_same(name, CPU)
     lines = [line for line in capsys.readouterr().err.splitlines() if "eagerly" in line]
     assert lines == ([f"halfstep: runs eagerly, not captured: {found.why_eager}"] if found.why_eager else [])
+
+
+@pytest.mark.filterwarnings("ignore:.*is not fused")
+@pytest.mark.parametrize("name", captured_features.FEATURES)
+def test_features_of_steps_with_a_bad_one_among_them(name: str) -> None:
+    captured_features.assert_same(name, CPU)
+
+
+def test_muon_follows_a_learning_rate_written_by_hand() -> None:
+    captured_features.assert_muon_follows_rates(CPU)
+
+
+@pytest.mark.parametrize("name", python_values.CASES)
+def test_captured_steps_follow_python_values(name: str) -> None:
+    python_values.assert_same(name, CPU)
+
+
+@pytest.mark.parametrize("name", shared_casts.CASES)
+def test_weights_used_several_times_in_half_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Most CPUs emulate bf16, and a plan would fall back to fp32.
+    monkeypatch.setattr(own_step, "probe", lambda device: make_hardware("cpu", bf16="native"))
+    shared_casts.assert_same(name, CPU)
 
 
 @pytest.mark.parametrize(
