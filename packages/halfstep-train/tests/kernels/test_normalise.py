@@ -89,16 +89,6 @@ def test_half_maps_are_rounded_once(dtype: torch.dtype) -> None:
     assert_near(ours[2:], exact[2:], roundings=100)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_the_layer_keeps_moves_as_torchs(shape: tuple[int, ...]) -> None:
-    ours, theirs = batch_norm(shape[1]), batch_norm(shape[1])
-    for seed in range(2):
-        y = random_map(*shape, seed=seed) + 3
-        compute_norm(y, ours)
-        theirs(y)
-    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
-
-
 def test_a_slice_of_a_wider_map_is_read_and_written_in_place() -> None:
     y, dz = random_map(2, 16, 5, 7), random_map(2, 16, 5, 7, seed=2)
     how = compute_norm(y, batch_norm(16))

@@ -49,15 +49,17 @@ def test_gelu_hands_nan_on() -> None:
     assert gelu_of(torch.tensor([[float("nan"), 1.0]])).isnan().tolist() == [[True, False]]
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("by_tanh", [False, True])
 @pytest.mark.parametrize(("rows", "dim"), SIZES)
-def test_gelu_of_a_sum_with_its_bias_and_all_gradients(rows: int, dim: int) -> None:
+def test_gelu_of_a_sum_with_its_bias_and_all_gradients(rows: int, dim: int, by_tanh: bool) -> None:
     raw, bias, d_out = random(rows, dim) * 2, random(dim, seed=1), random(rows, dim, seed=2)
     x, b = raw.double().requires_grad_(), bias.double().requires_grad_()
-    y = F.gelu(x + b)
+    y = F.gelu(x + b, approximate="tanh" if by_tanh else "none")
     d_x, d_b = torch.autograd.grad(y, (x, b), d_out.double())
     out, again, d_raw = torch.empty(3, rows, dim).unbind()
-    kernels.gelu(raw, bias, out)
-    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again)
+    kernels.gelu(raw, bias, out, by_tanh=by_tanh)
+    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again, by_tanh=by_tanh)
     assert torch.equal(out, again)
     assert_near(out, y.detach())
     assert_near(d_raw, d_x, 5e-6)
@@ -123,21 +125,3 @@ def test_three_gradients_side_by_side_from_any_layout(
     exact = torch.stack(thirds).permute(1, 3, 0, 2, 4).flatten(2)
     assert torch.equal(out, exact)
     assert_near(sum_partials(partials), exact.double().sum((0, 1)))
-
-
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize(("rows", "dim"), [(5, 16), (33, 40)])
-def test_gelu_by_tanh_and_all_its_gradients(rows: int, dim: int) -> None:
-    raw, bias, d_out = random(rows, dim, seed=1) * 3, random(dim, seed=2), random(rows, dim, seed=3)
-    x, b = raw.double().requires_grad_(), bias.double().requires_grad_()
-    y = F.gelu(x + b, approximate="tanh")
-    y.backward(d_out.double())
-    out, d_raw, again = torch.empty_like(raw), torch.empty_like(raw), torch.empty_like(raw)
-    kernels.gelu(raw, bias, out, by_tanh=True)
-    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again, by_tanh=True)
-    assert x.grad is not None
-    assert b.grad is not None
-    torch.testing.assert_close(out.double(), y.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(d_raw.double(), x.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(partials.sum(0).double()[:dim], b.grad, rtol=1e-5, atol=1e-5)
-    assert torch.equal(out, again)

@@ -14,7 +14,7 @@ from halfstep.step.commit import Committer
 from halfstep.step.graph import CaptureFailed, open_for_capture
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.step import GuardedStep
-from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
+from tiny_training import assert_same_bits, batch, copy_tensors, loss_of, make_model, plan
 
 pytest.importorskip("halfstep.step.optim.adamw_triton", reason="Triton is not installed: NOT tested")
 
@@ -58,15 +58,6 @@ def give(model: Parts, seed: int) -> None:
         parameter.grad.copy_(gradient)  # in place: a graph's gradients stay where they are
 
 
-def everything(model: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()}
-        if parameter.grad is not None:
-            found[f"{name}.grad"] = parameter.grad.clone()
-    return found
-
-
 def captured(optimizer: Optimizer) -> SinglePass:
     single_pass = SinglePass(optimizer, CPU)
     single_pass.record(GOOD, None)  # nothing happens: the table is empty
@@ -93,7 +84,7 @@ def test_three_steps_are_a_few_roundings_from_torchs(kind: type[Optimizer], fact
         if scale is not None:
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], scale)
         theirs.step()
-    found, expected = everything(ours, mine), everything(model, theirs)
+    found, expected = copy_tensors(ours, mine), copy_tensors(model, theirs)
     assert found.keys() == expected.keys()
     for name in (name for name in expected if not name.endswith(".grad")):
         # Weights and moments are below 4, a step below 0.05: three steps of a rounding or two each.
@@ -104,11 +95,11 @@ def test_three_steps_are_a_few_roundings_from_torchs(kind: type[Optimizer], fact
 @interpreted
 def test_recording_changes_nothing_and_gradients_keep_their_bits() -> None:
     model, optimizer = made()
-    before = everything(model, optimizer)
+    before = copy_tensors(model, optimizer)
     single_pass = captured(optimizer)
-    assert_same_bits(before, everything(model, optimizer))
+    assert_same_bits(before, copy_tensors(model, optimizer))
     replay(single_pass, GOOD, torch.tensor(0.3))
-    after = everything(model, optimizer)
+    after = copy_tensors(model, optimizer)
     assert_same_bits(*({k: v for k, v in each.items() if k.endswith("grad")} for each in (before, after)))
     assert not torch.equal(before["matrix"], after["matrix"])
     assert torch.equal(before["unused"], after["unused"])
@@ -119,9 +110,9 @@ def test_a_bad_step_changes_nothing_though_gradients_and_factor_are_not_numbers(
     model, optimizer = made()
     single_pass = captured(optimizer)
     model.matrix.grad.fill_(float("nan"))
-    before = everything(model, optimizer)
+    before = copy_tensors(model, optimizer)
     replay(single_pass, BAD, torch.tensor(float("nan")))
-    assert_same_bits(before, everything(model, optimizer))
+    assert_same_bits(before, copy_tensors(model, optimizer))
 
 
 @interpreted
