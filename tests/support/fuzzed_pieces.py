@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from captured_features import Lion
 
 NUM_STEPS, ROWS, INPUTS, WIDTH, CLASSES, TOKENS = 15, 5, 4, 6, 3, 7
 
@@ -226,7 +227,6 @@ class World:
     recent: list[Any] = field(default_factory=lambda: [0.0])
     alpha: Any = 1.0
     tensor: Tensor = field(default_factory=lambda: torch.ones(()))
-    teacher: nn.Module | None = None
     step: Any = None
     set_in_closure: Callable[[float], None] = lambda value: None
     terms: list[Callable[..., Tensor | None]] = field(default_factory=list)
@@ -320,22 +320,11 @@ def count_into_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Ten
     return loss * (1 + 0.01 * world.saved["calls"])
 
 
-def distil(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    assert world.teacher is not None
-    with torch.no_grad():
-        target = world.teacher(x, torch.zeros(len(x), dtype=torch.long))
-    return loss + F.mse_loss(out, target)
-
-
 def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     if world.flags["raises"]:
         raise ValueError(f"asked to fail on {len(x)} rows")
     if world.flags["interrupts"]:
         raise KeyboardInterrupt
-
-
-def fail_on_small(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
-    assert len(x) >= ROWS, "batch too small"
 
 
 def keep_then_fail(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
@@ -358,8 +347,8 @@ TERMS: dict[str, Term] = {
     "penalty": lambda world, x, out, loss: loss + 1e-3 * sum(p.square().sum() for p in world.model.parameters()),
     "average": average, "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
     "keep": keep, "keep_input": keep_input, "keep_alias": keep_alias, "running": average_where_it_is,
-    "moved_in_loss": move_teacher_in_loss, "written_count": count_into_tensor, "teacher": distil,
-    "fail": fail_if_asked, "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail,
+    "moved_in_loss": move_teacher_in_loss, "written_count": count_into_tensor, "fail": fail_if_asked,
+    "keep_then_fail": keep_then_fail,
 }  # fmt: skip
 EAGER_TERMS: dict[str, Term] = {
     "own_generator": lambda world, x, out, loss: loss * (1 + torch.rand((), generator=world.generator)),
@@ -471,21 +460,12 @@ OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
     },
     "one_graph": lambda world: {},
     "watch": lambda world: {"watch": 4},
-    "on_commit": lambda world: {"on_commit": lambda model: move_teacher(world)},
+    "on_commit": lambda world: {"on_commit": lambda model: read_kept(world)},
     "on_gradients": lambda world: {"on_gradients": lambda model: halve_head(model, world)},
     "capsules": lambda world: {"capsules": tempfile.mkdtemp()},
     "second_step": lambda world: {},
     **{kind: (lambda world, kind=kind: {"schedule": make_schedule(world, kind)}) for kind in SCHEDULES},
 }
-
-
-@torch.no_grad()
-def move_teacher(world: World) -> None:
-    read_kept(world)
-    if world.teacher is not None:
-        for own, new in zip(world.teacher.parameters(), world.model.parameters(), strict=False):
-            if own.shape == new.shape:
-                own.lerp_(new, 0.1)
 
 
 def read_kept(world: World) -> None:
@@ -502,47 +482,14 @@ def halve_head(model: Any, world: World) -> None:
         model.head.weight.grad.mul_(0.5)
 
 
-class PlainSGD(torch.optim.Optimizer):
-    """An optimizer that halfstep does not know."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.sub_(group["lr"] * weight.grad)
-
-
-def make_two(model: Model) -> list[torch.optim.Optimizer]:
-    first = [*model.inlet.parameters(), *model.layers.parameters()]
-    return [
-        torch.optim.AdamW(first, 2**-6, fused=True),
-        torch.optim.SGD(model.head.parameters(), 2**-5, momentum=0.9, fused=True),
-    ]
-
-
 OPTIMIZERS: dict[str, Callable[[Model], list[torch.optim.Optimizer]]] = {
     "adamw": lambda model: [torch.optim.AdamW(model.parameters(), 2**-6, fused=True)],
     "amsgrad": lambda model: [torch.optim.Adam(model.parameters(), 2**-6, amsgrad=True, fused=True)],
     "sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, momentum=0.9, weight_decay=0.01, fused=True)],
     "plain_fused_sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, fused=True)],
-    "two_optimizers": make_two,
     "head_later": lambda model: [torch.optim.AdamW(model.head.parameters(), 2**-6, fused=True)],
     "rmsprop": lambda model: [torch.optim.RMSprop(model.parameters(), 2**-7)],
-    "groups": lambda model: [
-        torch.optim.AdamW(
-            [
-                {"params": model.head.parameters(), "weight_decay": 0.1},
-                {"params": [*model.inlet.parameters(), *model.layers.parameters()], "lr": 2**-8},
-            ],
-            2**-6,
-            fused=True,
-        )
-    ],
-    "own": lambda model: [PlainSGD(model.parameters(), 2**-4)],
+    "own": lambda model: [Lion(model.parameters(), 2**-6)],
 }
 
 
@@ -563,16 +510,6 @@ def write_weights(world: World, number: int) -> None:
         lambda: setattr(weight, "data", weight.data.t().contiguous().t()),
     ]  # fmt: skip
     ways[number % len(ways)]()
-
-
-def replace_parameter(world: World, number: int) -> None:
-    """Replace the head's bias by a new parameter, and tell the optimizer."""
-    old = world.model.head.bias
-    world.model.head.bias = new = nn.Parameter(old.detach() * 0.5)
-    for optimizer in world.optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new if one is old else one for one in group["params"]]
-        optimizer.state.pop(old, None)
 
 
 def swap_module(world: World, number: int) -> None:
@@ -679,14 +616,6 @@ def set_rate(world: World, number: int) -> None:
         return
     for optimizer in world.optimizers:
         optimizer.param_groups[-1]["lr"] = 2.0 ** -(4 + number % 4)
-
-
-def set_decay(world: World, number: int) -> None:
-    for group in world.optimizers[-1].param_groups:
-        ways = {"weight_decay": 0.1 * (number % 3), "momentum": 0.5 + 0.1 * (number % 3), "betas": (0.8, 0.99)}
-        name = list(ways)[number % 3]
-        if name in group:
-            group[name] = ways[name]
 
 
 def set_training(world: World, number: int) -> None:
@@ -805,8 +734,8 @@ SPOILS = ("nan", "inf", "nan_row", "label", "token", "huge", "ignored")
 ACTIONS: dict[str, Callable[[World, int], None]] = {
     function.__name__: function
     for function in (
-        write_weights, replace_parameter, swap_module, add_group, add_hook, remove_hook, set_float, set_clamp,
-        set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_decay, set_training,
+        write_weights, swap_module, add_group, add_hook, remove_hook, set_float, set_clamp,
+        set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_training,
         set_dropout, set_smoothing, spoil_weight, fail_in_a_layer, replace_state, write_state, set_tensor_rate,
         reset_state, write_kept, validate, seed, clear_gradients, train_elsewhere, copy_model,
     )

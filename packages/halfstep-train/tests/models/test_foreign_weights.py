@@ -19,7 +19,7 @@ from halfstep.errors import ModelError
 from halfstep_train.models.vit import ViT, ViTSize
 from halfstep_train.models.weights import load_weights_, read_weights
 from halfstep_train.workloads.classification.build import load_classifier_
-from halfstep_train.workloads.classification.resnet import Bottleneck, ResNet
+from halfstep_train.workloads.classification.resnet import BasicBlock, Bottleneck, ResNet
 
 DIM, MLP, CLASSES = 8, 16, 3
 
@@ -27,6 +27,10 @@ DIM, MLP, CLASSES = 8, 16, 3
 def tiny_vit() -> ViT:
     size = ViTSize(depth=2, heads=2, dim=DIM, mlp_dim=MLP, patch=8)
     return ViT(size, num_classes=CLASSES, image_size=16)
+
+
+def tiny_resnet(block: type[BasicBlock] | type[Bottleneck]) -> ResNet:
+    return ResNet(block, (1, 2), num_classes=CLASSES, width=4)
 
 
 def small() -> nn.Sequential:
@@ -57,20 +61,23 @@ def hugging_face_vit() -> Any:
     return randomise(ViTForImageClassification(ViTConfig(**sizes, **shape)))
 
 
-def hugging_face_resnet() -> Any:
-    """One bottleneck of width 4 and two of width 8."""
-    config = ResNetConfig(
-        embedding_size=4, hidden_sizes=[16, 32], depths=[1, 2], num_labels=CLASSES, downsample_in_bottleneck=False
+def hugging_face_resnet(kind: str, width: int) -> Any:
+    """One block and two of twice the width."""
+    return randomise(
+        ResNetForImageClassification(
+            ResNetConfig(
+                embedding_size=4, hidden_sizes=[width, 2 * width], depths=[1, 2], layer_type=kind, num_labels=CLASSES
+            )
+        )
     )
-    return randomise(ResNetForImageClassification(config))
 
 
 def randomise(model: Any) -> Any:
     """Give every tensor values of its own: equal ones would hide a mistake."""
     torch.manual_seed(0)
-    for tensor in model.state_dict().values():
+    for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
-            tensor.uniform_(0.1, 0.5)
+            tensor.uniform_(0.1 if "running_var" in name else -0.5, 0.5)
     return model.eval()
 
 
@@ -89,9 +96,10 @@ def test_timms_vit_loads_whole(wrap: str) -> None:
     ("ours", "theirs"),
     [
         (tiny_vit, hugging_face_vit),
-        (lambda: ResNet(Bottleneck, (1, 2), num_classes=CLASSES, width=4), hugging_face_resnet),
+        (lambda: tiny_resnet(Bottleneck), lambda: hugging_face_resnet("bottleneck", 16)),
+        (lambda: tiny_resnet(BasicBlock), lambda: hugging_face_resnet("basic", 4)),
     ],
-    ids=["vit", "resnet"],
+    ids=["vit", "resnet50", "resnet18"],
 )
 def test_hugging_faces_weights_compute_the_same(ours: Any, theirs: Any, is_released: bool, tmp_path: Path) -> None:
     """transformers names them differently in released files than in `state_dict()`."""

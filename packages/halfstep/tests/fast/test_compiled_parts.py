@@ -233,20 +233,31 @@ def raise_in_forward(code: Code) -> Code:
     return run
 
 
-class RaiseInBackward(torch.autograd.Function):
+class EditGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edit: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.edit = edit
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.edit(gradient), None
+
+
+def edit_gradients(code: Code, edit: Callable[[Tensor], Tensor]) -> Code:
+    return lambda *inputs: edit_tensors(
+        lambda one: EditGradient.apply(one, edit) if one.requires_grad else one,  # type: ignore[no-untyped-call]
+        code(*inputs),
+    )
+
+
+def raise_in_backward(code: Code) -> Code:
+    def fail(gradient: Tensor) -> Tensor:
         if Broken.is_now:
             torch.autograd.grad(torch.zeros(()), gradient)  # raised by torch's Python code
         return gradient
 
-
-def raise_in_backward(code: Code) -> Code:
-    return lambda *inputs: edit_tensors(lambda o: RaiseInBackward.apply(o) if o.requires_grad else o, code(*inputs))  # type: ignore[no-untyped-call]
+    return edit_gradients(code, fail)
 
 
 @pytest.mark.parametrize("edit", [raise_in_forward, raise_in_backward])
@@ -268,18 +279,8 @@ def make_wrong(code: Code) -> Code:
     return lambda *inputs: edit_tensors(lambda o: o * 1.01 if o.is_floating_point() else o, code(*inputs))
 
 
-class WrongBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * 1.01
-
-
 def make_wrong_backward(code: Code) -> Code:
-    return lambda *inputs: edit_tensors(lambda o: WrongBackward.apply(o) if o.requires_grad else o, code(*inputs))  # type: ignore[no-untyped-call]
+    return edit_gradients(code, lambda gradient: gradient * 1.01)
 
 
 def draw_more(code: Code) -> Code:
