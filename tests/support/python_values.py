@@ -5,9 +5,7 @@ captured_faults.py has floats that change, loss functions made anew, and hooks a
 from __future__ import annotations
 
 import functools
-import logging
 import random
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -107,11 +105,6 @@ def numpy_random(device: torch.device) -> Loop:
     return Loop(model, lambda batch: get_loss(model, batch, 1 + float(np.random.rand())), "data-dependent")
 
 
-def clock(device: torch.device) -> Loop:
-    model = make_model(device)
-    return Loop(model, lambda batch: get_loss(model, batch) + 0 * (time.time() > 0), "time")
-
-
 def file_read(device: torch.device) -> Loop:
     model = make_model(device)
     return Loop(model, lambda batch: get_loss(model, batch) + len(Path(__file__).read_text()) * 0, "builtin")
@@ -132,16 +125,6 @@ def printing(device: torch.device) -> Loop:
     return Loop(model, loss_fn, "print")
 
 
-def logged(device: torch.device) -> Loop:
-    model = make_model(device)
-
-    def loss_fn(batch: Any) -> Tensor:
-        logging.getLogger("mine").info("a step")
-        return get_loss(model, batch)
-
-    return Loop(model, loss_fn, "logg")
-
-
 FACTOR = 1.0
 
 
@@ -156,10 +139,6 @@ def global_number(device: torch.device) -> Loop:
 
 
 # --- random numbers of torch ---
-
-
-def dropout(device: torch.device) -> Loop:
-    return plain(device, nn.Dropout(0.3))
 
 
 def dropout_changed(device: torch.device) -> Loop:
@@ -582,8 +561,8 @@ def lstm(device: torch.device) -> Loop:
 CASES: dict[str, Callable[[torch.device], Loop]] = {
     function.__name__: function
     for function in (
-        temperature_attribute, branch_on_epoch, counter, growing_list, python_random, numpy_random, clock, file_read,
-        item, printing, logged, global_number, dropout, dropout_changed, checkpointed_dropout, partial, bound_method,
+        temperature_attribute, branch_on_epoch, counter, growing_list, python_random, numpy_random, file_read,
+        item, printing, global_number, dropout_changed, checkpointed_dropout, partial, bound_method,
         callable_object, norm_in_eval, freezing, global_hook_added, submodule_replaced, buffer_replaced, eps_changed,
         state_loaded, two_models, output_stored, graph_stored, graph_beyond_the_loss, rate_by_hand, decay_by_hand,
         batch_in_place,
