@@ -98,11 +98,6 @@ def remember_rows(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return out
 
 
-def attend(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    q, k, v = own.inner(x).chunk(3, dim=-1)
-    return x + F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None])[0, 0]
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -150,9 +145,7 @@ def make_masked_by_hook() -> nn.Module:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": wrap(lambda: nn.Linear(WIDTH, WIDTH)),
     "relu_in_place": wrap(lambda: nn.ReLU(inplace=True)),
-    "gelu": wrap(nn.GELU),
     "layer_norm": wrap(lambda: nn.LayerNorm(WIDTH)),
-    "group_norm": wrap(lambda: nn.GroupNorm(2, WIDTH)),
     "batch_norm": wrap(lambda: nn.BatchNorm1d(WIDTH)),
     "dropout": wrap(lambda: nn.Dropout(0.3)),
     "noise": lambda: Layer(lambda own, x, tokens: x + 0.1 * torch.randn_like(x) if own.training else x),
@@ -172,19 +165,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "replaced_buffer": lambda: Layer(replace_buffer, mean=torch.zeros(WIDTH)),
     "written_buffer": lambda: Layer(write_buffer, mean=torch.zeros(WIDTH)),
     "remembered_rows": lambda: Layer(remember_rows, inner=nn.Linear(WIDTH, WIDTH), hidden=torch.zeros(ROWS, WIDTH)),
-    "attention": lambda: Layer(attend, inner=nn.Linear(WIDTH, 3 * WIDTH)),
     "autograd_function": lambda: Layer(lambda own, x, tokens: Doubled.apply(x)),
     "scaled": lambda: Layer(lambda own, x, tokens: x * own.scale, scale=1.0),
     "switched": lambda: Layer(
         lambda own, x, tokens: own.inner(x) if own.is_on else x, inner=nn.Linear(WIDTH, WIDTH), is_on=True
     ),
-    "scattered": lambda: Layer(
-        lambda own, x, tokens: x + torch.zeros_like(x).index_add_(0, tokens % len(x), own.inner(x)),
-        inner=nn.Linear(WIDTH, WIDTH),
-    ),
     "cached": lambda: Layer(use_cache, cache=None),
-    "rrelu": wrap(nn.RReLU),
-    "gumbel": lambda: Layer(lambda own, x, tokens: x + F.gumbel_softmax(x, dim=-1)),
 }  # fmt: skip
 EAGER_LAYERS: dict[str, Callable[[], nn.Module]] = {
     "lazy_buffer": lambda: Layer(register_late),
@@ -435,20 +421,14 @@ CALLABLES = ("function", "lambda", "partial", "method", "object", "two")
 # --- options of hs.Step, and optimizers ---
 
 
-def make_schedule(world: World, kind: str) -> Any:
-    own = world.optimizers[0]
-    if kind == "cosine":
-        found: Any = hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(own, T_max=8))
-    elif kind == "per_epoch":
-        found = hs.per_epoch(torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5))
-    elif kind == "plateau":
-        found = torch.optim.lr_scheduler.ReduceLROnPlateau(own, factor=0.5, patience=0)
-    else:
-        return lambda step: 1 / (1 + step)
-    return [found, *([None] * (len(world.optimizers) - 1))]
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "cosine": lambda own: hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(own, T_max=8)),
+    "per_epoch": lambda own: hs.per_epoch(torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5)),
+    "plateau": lambda own: torch.optim.lr_scheduler.ReduceLROnPlateau(own, factor=0.5, patience=0),
+    "function_schedule": lambda own: lambda step: 1 / (1 + step),
+}
 
 
-SCHEDULES = ("cosine", "per_epoch", "plateau", "function_schedule")
 OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
     "clip": lambda world: {"clip_norm": 0.5},
     "clip_value": lambda world: {"clip_norm": 0.1, "clip_type": "value"},
@@ -464,7 +444,7 @@ OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
     "on_gradients": lambda world: {"on_gradients": lambda model: halve_head(model, world)},
     "capsules": lambda world: {"capsules": tempfile.mkdtemp()},
     "second_step": lambda world: {},
-    **{kind: (lambda world, kind=kind: {"schedule": make_schedule(world, kind)}) for kind in SCHEDULES},
+    **{kind: (lambda world, kind=kind: {"schedule": SCHEDULES[kind](world.optimizers[0])}) for kind in SCHEDULES},
 }
 
 
@@ -484,7 +464,6 @@ def halve_head(model: Any, world: World) -> None:
 
 OPTIMIZERS: dict[str, Callable[[Model], list[torch.optim.Optimizer]]] = {
     "adamw": lambda model: [torch.optim.AdamW(model.parameters(), 2**-6, fused=True)],
-    "amsgrad": lambda model: [torch.optim.Adam(model.parameters(), 2**-6, amsgrad=True, fused=True)],
     "sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, momentum=0.9, weight_decay=0.01, fused=True)],
     "plain_fused_sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, fused=True)],
     "head_later": lambda model: [torch.optim.AdamW(model.head.parameters(), 2**-6, fused=True)],
@@ -510,16 +489,6 @@ def write_weights(world: World, number: int) -> None:
         lambda: setattr(weight, "data", weight.data.t().contiguous().t()),
     ]  # fmt: skip
     ways[number % len(ways)]()
-
-
-def swap_module(world: World, number: int) -> None:
-    if not len(world.model.layers):
-        return
-    at = number % len(world.model.layers)
-    new = ["gelu", "layer_norm", "dropout", "linear"][number % 4]
-    world.model.layers[at] = ALL_LAYERS[new]()
-    if number % 3 == 0:
-        add_group(world, at)
 
 
 def add_group(world: World, number: int) -> None:
@@ -734,7 +703,7 @@ SPOILS = ("nan", "inf", "nan_row", "label", "token", "huge", "ignored")
 ACTIONS: dict[str, Callable[[World, int], None]] = {
     function.__name__: function
     for function in (
-        write_weights, swap_module, add_group, add_hook, remove_hook, set_float, set_clamp,
+        write_weights, add_group, add_hook, remove_hook, set_float, set_clamp,
         set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_training,
         set_dropout, set_smoothing, spoil_weight, fail_in_a_layer, replace_state, write_state, set_tensor_rate,
         reset_state, write_kept, validate, seed, clear_gradients, train_elsewhere, copy_model,

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import captured_faults
 from captured_faults import CHANGED_AT, ROWS, Loop, change_once, make_batch
+from planted_faults import scaled
 
 NUM_STEPS = 16
 
@@ -528,19 +529,6 @@ def batch_on_the_host(device: torch.device) -> Loop:
     move = lambda batch: tuple(one.to(device) for one in batch.values())  # noqa: E731
     make = lambda draws: dict(zip("xy", make_batch(draws), strict=True))  # noqa: E731
     return Loop(model, lambda batch: get_loss(model, move(batch)), make_batch=make)
-
-
-@torch.library.custom_op("halfstep_tests::scaled", mutates_args=())
-def scaled(x: Tensor) -> Tensor:
-    return x * FACTOR
-
-
-@scaled.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-scaled.register_autograd(lambda ctx, gradient: gradient * FACTOR)
 
 
 def custom_op(device: torch.device) -> Loop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,21 +60,12 @@ def built(name: str) -> tuple[ResNet, Tensor]:
     return model, torch.randn(3, 3, *size).to(memory_format=torch.channels_last)
 
 
-class Counted:
-    """How often the chain ran."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.times = 0
-        monkeypatch.setattr("halfstep_train.workloads.classification.resnet.run_resnet_chain", self)
-
-    def __call__(self, *args: object, **options: object) -> Tensor:
-        self.times += 1
-        return resnet_chain.run_resnet_chain(*args, **options)  # type: ignore[arg-type]
-
-
 @pytest.fixture
-def chain(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
+def chain(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Return what counts how often the chain ran."""
+    counted = Mock(side_effect=resnet_chain.run_resnet_chain)
+    monkeypatch.setattr("halfstep_train.workloads.classification.resnet.run_resnet_chain", counted)
+    return counted
 
 
 def stepped(model: nn.Module, x: Tensor, *, is_chain: bool) -> dict[str, Tensor]:
@@ -92,32 +84,32 @@ def whole() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_chain_is_the_same_function(name: str, chain: Counted) -> None:
+def test_the_chain_is_the_same_function(name: str, chain: Mock) -> None:
     model, x = built(name)
     exact = stepped(copy.deepcopy(model).double(), x.double(), is_chain=False)
     ours = stepped(model, x, is_chain=True)
-    assert chain.times == 1
+    assert chain.call_count == 1
     assert ours.keys() == exact.keys()
     for key, value in exact.items():
         # The error of fp32 through up to ten layers, in which BatchNorm takes differences; torch's layers have more.
         torch.testing.assert_close(ours[key].to(value), value, rtol=0, atol=2e-4 * value.abs().max().item(), msg=key)
 
 
-def test_building_normalised_maps_again_changes_no_bit(whole: dict[str, Tensor], chain: Counted) -> None:
+def test_building_normalised_maps_again_changes_no_bit(whole: dict[str, Tensor], chain: Mock) -> None:
     again, x = built("bottlenecks")
     set_recompute(again, "pointwise")
     rebuilt = stepped(again, x, is_chain=True)
-    assert chain.times == 1
+    assert chain.call_count == 1
     assert all(torch.equal(whole[key], rebuilt[key]) for key in whole)
 
 
-def test_bf16_is_as_near_to_fp32_as_the_layers_are(chain: Counted) -> None:
+def test_bf16_is_as_near_to_fp32_as_the_layers_are(chain: Mock) -> None:
     model, x = built("bottlenecks")
     exact = stepped(copy.deepcopy(model), x, is_chain=False)
     with torch.autocast("cpu", torch.bfloat16):
         layers = stepped(copy.deepcopy(model), x, is_chain=False)
         ours = stepped(model, x, is_chain=True)
-    assert chain.times == 1
+    assert chain.call_count == 1
 
     keys = [key for key in exact if key.startswith("d ")]
 
@@ -132,14 +124,14 @@ def test_bf16_is_as_near_to_fp32_as_the_layers_are(chain: Counted) -> None:
 
 @pytest.mark.parametrize("frozen", ["conv1.", "layer2.0.downsample", "conv1. bn1. layer1."])
 def test_frozen_parameters_get_no_gradient_and_change_no_other(
-    frozen: str, whole: dict[str, Tensor], chain: Counted
+    frozen: str, whole: dict[str, Tensor], chain: Mock
 ) -> None:
     model, x = built("bottlenecks")
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(not key.startswith(tuple(frozen.split())))
     part = stepped(model, x, is_chain=True)
     free = {f"d {key}" for key, parameter in model.named_parameters() if parameter.requires_grad}
-    assert chain.times == 1
+    assert chain.call_count == 1
     assert free == {key for key in part if key.startswith("d ")} < whole.keys()
     assert all(torch.equal(part[key], whole[key]) for key in part)
 
@@ -171,28 +163,28 @@ def never_mind(*_: object) -> None:
     ],
 )
 def test_where_somebody_would_notice_layers_run_one_by_one(
-    change: Callable[[ResNet, Tensor], object], chain: Counted
+    change: Callable[[ResNet, Tensor], object], chain: Mock
 ) -> None:
     model, x = built("basic")
     change(model, x)
     stepped(model, x, is_chain=True)
-    assert chain.times == 0
+    assert chain.call_count == 0
 
 
 # torch looks at the gradient of what enters a graph, and hides its own warning in a way that no error filter allows.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_compiled_model_calls_the_chain_and_sees_a_hook_that_came_later(chain: Counted) -> None:
+def test_a_compiled_model_calls_the_chain_and_sees_a_hook_that_came_later(chain: Mock) -> None:
     torch.compiler.reset()
     model, x = built("basic")
     theirs, compiled = stepped(copy.deepcopy(model), x, is_chain=False), torch.compile(model, backend="aot_eager")
     ours = stepped(compiled, x, is_chain=True)
-    assert chain.times == 1
+    assert chain.call_count == 1
     for key, value in theirs.items():
         name = key if key == "logits" else key.replace("d ", "d _orig_mod.") if "d " in key else f"_orig_mod.{key}"
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-4 * value.abs().max().item())
     model.layer1.register_forward_hook(never_mind)
     stepped(compiled, x, is_chain=True)
-    assert chain.times == 1
+    assert chain.call_count == 1
 
 
 # --- its kernels against torch's own layers, values and gradients, on odd sizes and many channels ---

@@ -42,19 +42,13 @@ def theirs(folder: Path) -> Any:
     return transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
 
 
-def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path) -> None:
-    model = small().eval()
+@pytest.mark.parametrize("bias", [True, False])
+def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path, bias: bool) -> None:
+    model = small(bias=bias).eval()
     save(model, tmp_path)
     tokens = ids()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tmp_path)(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_without_biases_is_saved_with_zeros(tmp_path: Path) -> None:
-    model = small(bias=False).eval()
-    save(model, tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tmp_path)(ids()).logits, model(ids()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_of_transformers_loads_and_gives_its_logits_and_loss(tmp_path: Path) -> None:

@@ -130,11 +130,11 @@ def assert_same(one: Training, other: Training) -> None:
 
 
 def train_both(
-    num_steps: int = NUM_STEPS, make: Callable[[], nn.Module] = Net, **options: Any
+    num_steps: int = NUM_STEPS, make: Callable[[], nn.Module] = Net, kind: type[Training] = Training, **options: Any
 ) -> tuple[Training, Training]:
     """Train with compiled parts and with fast="off"."""
     run = {name: options.pop(name) for name in ("bad", "num_batches") if name in options}
-    found, expected = Training(make=make, **options), Training("off", make=make, **options)
+    found, expected = kind(make=make, **options), kind("off", make=make, **options)
     found.run(num_steps, **run)
     expected.run(num_steps, **run)
     return found, expected
@@ -369,8 +369,7 @@ def test_gradient_penalties_stay_eager() -> None:
             return super().loss(batch) + gradient.square().mean()
 
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
-    found, expected = Penalty(make=make), Penalty("off", make=make)
-    found.run(), expected.run()
+    found, expected = train_both(make=make, kind=Penalty)
     assert found.step.mode == "eager"
     assert "loss_fn takes a gradient itself" in found.step._fast.why_eager
     assert_same(found, expected)
@@ -394,8 +393,7 @@ def test_weights_without_a_gradient_get_no_decay() -> None:
             logits, self.kept = self.model(batch[0])
             return F.cross_entropy(logits, batch[1]) * (0.5 if logits.detach().sum().item() > 1e9 else 1.0)
 
-    found, expected = Pooled(make=TwoHeads), Pooled("off", make=TwoHeads)
-    found.run(), expected.run()
+    found, expected = train_both(make=TwoHeads, kind=Pooled)
     assert found.model.pooler.weight.grad is None
     assert "weights that get no gradient" in found.step._fast.why_eager
     assert_same(found, expected)
@@ -417,8 +415,7 @@ class Lengths(Training):
 def test_more_lengths_than_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))  # noqa: E731
-    found, expected = Lengths(make=make), Lengths("off", make=make)
-    found.run(50, bad=[46]), expected.run(50, bad=[46])
+    found, expected = train_both(50, make, Lengths, bad=[46])
     assert "shapes without a graph are compiled in parts" in capsys.readouterr().err
     assert (found.step.mode, found.stage) == ("graph", Stage.USED)
     parts = found.step._fast.parts.parts
@@ -477,8 +474,7 @@ def test_inductor_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             loss: Tensor = self.model(batch[0]).square().mean()
             return loss * 0.5 if loss.item() > 100 else loss
 
-    found, expected = Read(make=make), Read("off", make=make)
-    found.run(12), expected.run(12)
+    found, expected = train_both(12, make=make, kind=Read)
     assert (found.step.mode, found.step.committed) == ("compile", 12)
     for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # AdamW divides by gradients near 0

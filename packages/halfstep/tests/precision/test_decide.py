@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,25 +122,19 @@ def test_aliases_are_understood_and_nonsense_is_not() -> None:
         decide("bf17", HOPPER)
 
 
-@dataclass
-class FromConfig:
-    """What config.schema.PrecisionConfig offers."""
-
-    default: str = "auto"
-    modules: dict[str, str] = field(default_factory=dict)
-    strict: bool = False
-    simulate: bool = False
-    force: bool = False
-    fp8_recipe: str = "tensorwise"
+def make_request(**changed: Any) -> Any:
+    """Return what config.schema.PrecisionConfig offers."""
+    usual = {"default": "bf16", "modules": {}, "strict": False, "simulate": False, "force": False}
+    return SimpleNamespace(**(usual | {"fp8_recipe": "tensorwise"} | changed))
 
 
 def test_a_config_object_is_a_request() -> None:
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
-    plan = decide(FromConfig(default="bf16", modules={"head": "fp32"}, simulate=True), PLAIN_CPU, model)
+    plan = decide(make_request(modules={"head": "fp32"}, simulate=True), PLAIN_CPU, model)
     assert plan.simulated
     assert {row.module: row.compute for row in plan.rows} == {"body": "bf16", "head": "fp32"}
     with pytest.raises(HardwareError):
-        decide(FromConfig(default="bf16", strict=True), TURING)
+        decide(make_request(strict=True), TURING)
 
 
 def tiny_diffusion() -> nn.Module:

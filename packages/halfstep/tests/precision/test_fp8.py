@@ -94,15 +94,6 @@ def test_backward_takes_e5m2_gradients() -> None:
     torch.testing.assert_close(model[0].weight.grad, expected_w, rtol=2**-7, atol=2**-6)
 
 
-def test_fp8_stays_close_to_fp32() -> None:
-    # torchao's own test of its recipe asks for a signal 20 dB above the noise, a relative error of 0.1.
-    plain, model = fp8_linear()
-    x = torch.randn(64, 32)
-    with decide("fp8", CPU, simulate=True).forward():
-        output = model(x)
-    assert (output - plain(x)).norm() / plain(x).norm() < 0.1
-
-
 def test_a_part_may_be_fp8_under_a_bf16_default() -> None:
     model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(32, 32), nn.Conv1d(1, 1, 1)), "head": nn.Linear(32, 16)})
     plan = decide("bf16", CPU, model, modules={"body": "fp8"}, simulate=True)

@@ -107,19 +107,12 @@ def test_options_that_cannot_guard_are_refused(wrong: dict) -> None:
 
 # --- what is done about a verdict ---
 
-STUCK = {
-    "run": (
-        ADVICE_FOR_RUNS, "R, and no snapshot is old enough", "set a smaller guard.margin, or a lower learning rate",
-    ),
-    "loop": (
-        ADVICE_FOR_LOOPS, "R", 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough',
-    ),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(("advice", "reason", "fix"), STUCK.values(), ids=STUCK)
+@pytest.mark.parametrize(
+    ("advice", "setting"), [(ADVICE_FOR_RUNS, "guard.margin"), (ADVICE_FOR_LOOPS, '"margin" in guard={...}')]
+)
 def test_a_rollback_without_an_old_snapshot_stops_with_what_was_saved_and_what_helps(
-    advice: Advice, reason: str, fix: str
+    advice: Advice, setting: str
 ) -> None:
     step, guard = make_step(), Guard(scaling=False, advice=advice)
     guard.num_faults = 5
@@ -129,7 +122,7 @@ def test_a_rollback_without_an_old_snapshot_stops_with_what_was_saved_and_what_h
     )  # fmt: skip
     with pytest.raises(TrainingStopped) as stopped:
         handler.act_on(Verdict(action=Action.ROLLBACK, reason="R"))
-    assert stopped.value.what == f"training stopped: {reason}"
-    weights = "the weights are those of the last good step"
-    assert stopped.value.why == f"these steps changed nothing: {weights}, saved after 0 faults"
-    assert stopped.value.fix == f"{fix}; or this"
+    assert stopped.value.what.startswith("training stopped: R")
+    assert stopped.value.why.endswith("the weights are those of the last good step, saved after 0 faults")
+    assert f"a smaller {setting}, or a lower learning rate" in stopped.value.fix
+    assert stopped.value.fix.endswith("; or this")
