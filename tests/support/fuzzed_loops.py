@@ -386,7 +386,7 @@ def list_memory(step: GuardedStep) -> dict[str, int]:
 
 MODES = ("graph", "checked", "compiled")
 
-KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "keep", "keep_input", "keep_alias",
+KEEPS = {"average_in_list", "divide_by_average", "carry", "keep", "keep_input", "keep_alias",
          "keep_then_fail", "remembered_rows", "replaced_buffer", "cached", "spectral_norm", "running"}  # fmt: skip
 """Captured pieces that change Python objects."""
 

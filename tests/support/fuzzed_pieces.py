@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
@@ -125,12 +125,6 @@ def checkpoint_block(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return checkpoint(own.inner, x, use_reentrant=False)
 
 
-def make_pruned() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    prune.random_unstructured(layer, "weight", amount=0.3)
-    return layer
-
-
 def make_masked_by_hook() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
     mask = (torch.rand(WIDTH, WIDTH) > 0.3).float()
@@ -151,7 +145,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "noise": lambda: Layer(lambda own, x, tokens: x + 0.1 * torch.randn_like(x) if own.training else x),
     "weight_norm": wrap(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "spectral_norm": wrap(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-    "pruned": wrap(make_pruned),
     "frozen": wrap(lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
     "masked_by_hook": wrap(make_masked_by_hook),
     "checkpointed": lambda: Layer(checkpoint_block, inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())),
@@ -241,10 +234,6 @@ FACTOR = 1.0
 # --- terms: what loss_fn does with batch, output and loss; a term that returns nothing leaves the loss as it is ---
 
 
-def average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
-    world.kept["average"] = 0.9 * world.kept.get("average", torch.zeros(())) + 0.1 * loss.detach()
-
-
 def average_in_place(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.recent[0] = world.recent[0] * 0.9 + loss.detach() * 0.1
 
@@ -331,7 +320,7 @@ TERMS: dict[str, Term] = {
     "branch": lambda world, x, out, loss: loss * 2 if world.flags["is_late"] else loss,
     "rand": lambda world, x, out, loss: loss * (0.5 + torch.rand(())),
     "penalty": lambda world, x, out, loss: loss + 1e-3 * sum(p.square().sum() for p in world.model.parameters()),
-    "average": average, "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
+    "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
     "keep": keep, "keep_input": keep_input, "keep_alias": keep_alias, "running": average_where_it_is,
     "moved_in_loss": move_teacher_in_loss, "written_count": count_into_tensor, "fail": fail_if_asked,
     "keep_then_fail": keep_then_fail,
@@ -342,8 +331,8 @@ EAGER_TERMS: dict[str, Term] = {
     "keep_view": keep_view, "keep_weight": keep_weight, "keep_row_of_input": keep_row_of_input,
 }  # fmt: skip
 ALL_TERMS = TERMS | EAGER_TERMS
-BY_FORM = ("smoothing", "weight", "tensor_weight")
-"""Terms that `make_loss_fn` handles itself."""
+BY_FORM = ("smoothing",)
+"""Terms that `get_loss` handles itself."""
 
 
 @dataclass
@@ -369,10 +358,6 @@ def get_loss(world: World, scale: Any, batch: Any) -> Any:
     for term in world.terms:
         changed = term(world, x, out, loss)
         loss = loss if changed is None else changed
-    if "weight" in world.program.terms:
-        return loss, len(x)
-    if "tensor_weight" in world.program.terms:
-        return loss, (y >= 0).sum()
     return loss
 
 

@@ -159,15 +159,9 @@ def test_kl_is_zero_for_a_standard_normal_latent_and_equals_torchs() -> None:
     assert float(kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2))) == 0
 
 
-def vgg_weights() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    own = VggDistance().state_dict()
-    return {**own, "classifier.0.weight": torch.zeros(2, 2)}
-
-
 def test_vgg_distance_is_zero_for_equal_images_and_takes_torchvisions_names() -> None:
     distance = VggDistance()
-    weights = vgg_weights()
+    weights = {**VggDistance().state_dict(), "classifier.0.weight": torch.zeros(2, 2)}
     assert {"features.0.weight", "features.28.bias"} <= set(weights)
     distance.load_(weights, "vgg16.pth")
     one, other = torch.rand(2, 2, 3, 16, 16).mul(2).sub(1).unbind()

@@ -281,22 +281,24 @@ def test_the_ledger_is_refused() -> None:
 # --- what is refused before the first step ---
 
 
-def _shard(
-    shard: Callable[[Net], nn.Module], *, is_optimizer_first: bool = False, returned: bool = True
-) -> Callable[[], hs.Step]:
+def _shard(shard: Callable[[Net], nn.Module], *, is_optimizer_first: bool = False) -> Callable[[], hs.Step]:
     def make_step() -> hs.Step:
         net = make(shard=False)
         optimizer = adamw(net)
         sharded = shard(net)
-        whole = sharded if returned else net
-        return hs.Step(whole, optimizer if is_optimizer_first else adamw(whole), "fp32")
+        return hs.Step(sharded, optimizer if is_optimizer_first else adamw(sharded), "fp32")
 
     return make_step
 
 
-def _shard_over_two_meshes(net: Net) -> nn.Module:
+def _shard_one_block(net: Net) -> Net:
     fully_shard(net.blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    return fully_shard(net, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    return net
+
+
+def _shard_over_two_meshes(net: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(_shard_one_block(net), mesh=mesh)
 
 
 def _shard_by_fsdp1(net: Net) -> nn.Module:
@@ -319,7 +321,7 @@ REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
         "AdamW trains 12 parameters, and none of them belongs to",
     ),
     "an optimizer created before some blocks": (
-        _shard(lambda net: fully_shard(net.blocks[0]), is_optimizer_first=True, returned=False),
+        _shard(_shard_one_block, is_optimizer_first=True),
         "2 of 12 trained parameters do not belong to",
     ),
     "several meshes": (_shard(_shard_over_two_meshes), "sharded over several meshes"),
