@@ -70,8 +70,7 @@ class BackwardStandIn(StandIn):
         self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Any = lambda: None
     ) -> Facts:
         def replay(*_: Any) -> Any:
-            self.copy_inputs(window)
-            found = self.step.accumulate_gradients(self.loss_fn, self.inputs, self.step.find_trained_parameters())
+            found = self.replay_gradients(window)
             fill()
             return found
 
@@ -79,6 +78,10 @@ class BackwardStandIn(StandIn):
         facts.ids = ids
         self.step.commit(facts)
         return facts
+
+    def replay_gradients(self, window: list[dict[str, Tensor]]) -> Any:
+        self.copy_inputs(window)
+        return self.step.accumulate_gradients(self.loss_fn, self.inputs, self.step.find_trained_parameters())
 
 
 def try_compiled_code_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
