@@ -154,7 +154,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         lambda own, x, tokens: x + own.inner(tokens), inner=nn.Embedding(TOKENS, WIDTH, max_norm=1.0)
     ),
     "clamped_weight": lambda: Layer(clamp_weight, weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)),
-    "twice": lambda: Layer(lambda own, x, tokens: own.inner(own.inner(x)), inner=nn.Linear(WIDTH, WIDTH)),
     "replaced_buffer": lambda: Layer(replace_buffer, mean=torch.zeros(WIDTH)),
     "written_buffer": lambda: Layer(write_buffer, mean=torch.zeros(WIDTH)),
     "remembered_rows": lambda: Layer(remember_rows, inner=nn.Linear(WIDTH, WIDTH), hidden=torch.zeros(ROWS, WIDTH)),
@@ -450,7 +449,6 @@ def halve_head(model: Any, world: World) -> None:
 OPTIMIZERS: dict[str, Callable[[Model], list[torch.optim.Optimizer]]] = {
     "adamw": lambda model: [torch.optim.AdamW(model.parameters(), 2**-6, fused=True)],
     "sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, momentum=0.9, weight_decay=0.01, fused=True)],
-    "plain_fused_sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, fused=True)],
     "head_later": lambda model: [torch.optim.AdamW(model.head.parameters(), 2**-6, fused=True)],
     "rmsprop": lambda model: [torch.optim.RMSprop(model.parameters(), 2**-7)],
     "own": lambda model: [Lion(model.parameters(), 2**-6)],

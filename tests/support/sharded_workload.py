@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from halfstep_train.data import noise
 from halfstep_train.workloads.base.workload import Batch, Workload
 from rank_workload import kill_once, rank
-from tiny_workload import build as build_tiny
+from tiny_workload import Accuracy, Samples
 
 WIDTH = 13
 MADE: list[nn.Module] = []
@@ -69,14 +68,21 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
         out: Tensor = model.classify(batch["image"])  # not model(x), as in many families
         return out + (0.01 * batch["extra"][:, :3] if "extra" in batch else 0.0)
 
+    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(outputs.float(), batch["label"]), len(outputs)
+
     MADE[:] = [model]
-    return dataclasses.replace(
-        build_tiny(config, store),
+    return Workload(
         name="sharded",
         model=model,
         frozen={"extra": frozen},
+        train_samples=Samples(22),
+        val_samples=Samples(9),
         prepare=prepare,
         forward=forward,
+        loss=loss,
+        metrics=Accuracy,
+        metric="accuracy",
         sample=lambda model, key: {
             "scores": str(model.classify(torch.ones(1, 2, 8, 8, device=model.calls.device)).tolist())
         },
