@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
+from halfstep.hardware.device_facts import Hardware, Measurement, Support
 from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.measure import Sizes
 
@@ -33,6 +35,27 @@ H100 = Accelerator(
 )
 XEON = "model name\t: Intel(R) Xeon(R) Platinum 8480+\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 NEOVERSE_N1 = "Features\t: fp asimd fphp asimdhp asimddp\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+
+
+ALL_NATIVE: dict[str, Support] = dict.fromkeys(("tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"), "native")
+
+
+def make_hardware(
+    kind: str = "cuda", name: str = "Test GPU", speeds: dict[str, float] | None = None, **support: Support
+) -> Hardware:
+    """Return the facts of a device with native fp32; `speeds` are gains over it."""
+    measurements = tuple(
+        Measurement(op="matmul", format=format, tflops=1.0, error=0.0, speedup=speed)
+        for format, speed in (speeds or {}).items()
+    )
+    return Hardware(
+        kind=kind,  # type: ignore[arg-type]
+        device=kind,
+        name=name,
+        vendor="test",
+        support=MappingProxyType({"fp32": "native", **support}),
+        measurements=measurements,
+    )
 
 
 class FakeDriver(Driver):

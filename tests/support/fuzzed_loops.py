@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 import fuzzed_pieces
@@ -72,17 +72,9 @@ def make_world(program: Program) -> World:
     options: dict[str, Any] = {}
     for name in program.options:
         options |= OPTIONS[name](world)
-    also: list[nn.Module] = []
-    if "teacher" in program.terms:
-        world.teacher = Model(()).requires_grad_(False)
-        also.append(world.teacher)
-    if "carry_in_module" in program.terms:
-        world.memory = nn.Module()
-        world.memory.register_buffer("hidden", torch.zeros(CLASSES))
-        also.append(world.memory)
     mode: Any = {"compiled": "auto", "checked": "graph"}.get(program.mode, program.mode)
     captures = hs.Fast(mode, num_steps=1000, max_graphs=1 if "one_graph" in program.options else 8)
-    world.step = hs.Step(model, world.optimizers, "fp32", fast=captures, also=also, **options)
+    world.step = hs.Step(model, world.optimizers, "fp32", fast=captures, **options)
     if "second_step" in program.options:
         optimizer = torch.optim.SGD(model.parameters(), 2**-6, fused=True)
         world.second = hs.Step(model, optimizer, "fp32", fast=hs.Fast(mode, num_steps=1000))
@@ -226,11 +218,10 @@ def copy_user_state(world: World, window: list[Any]) -> dict[str, Any]:
     }
     return copy_values({
         "weights": world.model.state_dict(), "kept": world.kept, "recent": world.recent, "numbers": world.numbers,
-        "flags": world.flags, "last three": list(world.window_of_losses), "commits": world.commits,
-        "attributes": attributes, "written count": world.saved["calls"], "window": [vars(b) if isinstance(b, Sample)
-        else b for b in window], "teacher": world.teacher.state_dict() if world.teacher else None,
-        "memory": world.memory.state_dict() if world.memory else None, "torch generator": torch.get_rng_state(),
-        "own generator": world.generator.get_state(), "extra": world.extra.state_dict(),
+        "flags": world.flags, "commits": world.commits,
+        "attributes": attributes, "written count": world.saved["calls"], "torch generator": torch.get_rng_state(),
+        "window": [vars(b) if isinstance(b, Sample) else b for b in window], "extra": world.extra.state_dict(),
+        "own generator": world.generator.get_state(),
         "attempted": world.step.attempted, "committed": world.step.committed,
     })  # fmt: skip
 
@@ -395,9 +386,8 @@ def list_memory(step: GuardedStep) -> dict[str, int]:
 
 MODES = ("graph", "checked", "compiled")
 
-KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "carry_in_module", "tensor_count", "keep",
-         "metrics", "keep_input", "keep_alias", "keep_then_fail", "toggle", "remembered_rows", "replaced_buffer",
-         "kept_output", "kept_in_list", "cached", "spectral_norm", "running", "counting_buffer"}  # fmt: skip
+KEEPS = {"average_in_list", "divide_by_average", "carry", "keep", "keep_input", "keep_alias",
+         "keep_then_fail", "remembered_rows", "replaced_buffer", "cached", "spectral_norm", "running"}  # fmt: skip
 """Captured pieces that change Python objects."""
 
 KNOWN_FAULTS: dict[str, Callable[[Program], bool]] = {

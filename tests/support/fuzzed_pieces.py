@@ -9,7 +9,6 @@ import copy
 import functools
 import random
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from captured_features import Lion
 
 NUM_STEPS, ROWS, INPUTS, WIDTH, CLASSES, TOKENS = 15, 5, 4, 6, 3, 7
 
@@ -81,16 +81,6 @@ def clamp_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return x @ own.weight
 
 
-def normalise_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.weight.data.copy_(F.normalize(own.weight.data, dim=1))
-    return x @ own.weight
-
-
-def mask_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.weight.data.mul_(own.mask)
-    return x @ own.weight
-
-
 def replace_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     own.mean = 0.9 * own.mean + 0.1 * x.detach().mean(0)
     return x - own.mean
@@ -101,42 +91,11 @@ def write_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return x - own.mean
 
 
-def count_in_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.seen += 1
-    return x * (1 + 0.01 * own.seen)
-
-
 def remember_rows(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     before = own.hidden if own.hidden.shape == x.shape else torch.zeros_like(x)
     out = torch.tanh(own.inner(x) + before)
     own.hidden = out.detach()
     return out
-
-
-def attend(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    q, k, v = own.inner(x).chunk(3, dim=-1)
-    return x + F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None])[0, 0]
-
-
-def quantize(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Replace rows by their nearest codes, and move the codes towards them, as VQ-VAE does."""
-    nearest = torch.cdist(x, own.codes).argmin(1)
-    if own.training:
-        with torch.no_grad():
-            hits = F.one_hot(nearest, len(own.codes)).type_as(x)
-            own.sizes.mul_(0.9).add_(hits.sum(0), alpha=0.1)
-            own.sums.mul_(0.9).add_(hits.T @ x, alpha=0.1)
-            own.codes.copy_(own.sums / (own.sizes[:, None] + 1e-3))
-    return x + (own.codes[nearest] - x).detach()
-
-
-def follow_by_momentum(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Move a copy of the layer inside forward, as MoCo does."""
-    with torch.no_grad():
-        for slow, quick in zip(own.slow.parameters(), own.quick.parameters(), strict=True):
-            slow.mul_(0.9).add_(quick, alpha=0.1)
-        target = own.slow(x)
-    return own.quick(x) + 0.1 * target
 
 
 class Doubled(torch.autograd.Function):
@@ -149,16 +108,6 @@ class Doubled(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         (x,) = context.saved_tensors
         return 2 * gradient * (x.abs() < 3)
-
-
-def keep_output(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.last = x.detach()
-    return x
-
-
-def keep_in_list(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.history[0] = x.detach().mean()
-    return x
 
 
 def use_cache(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
@@ -176,17 +125,6 @@ def checkpoint_block(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return checkpoint(own.inner, x, use_reentrant=False)
 
 
-def count_in_attribute(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    own.calls += 1
-    return x * (1 + 0.01 * own.calls)
-
-
-def make_pruned() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    prune.random_unstructured(layer, "weight", amount=0.3)
-    return layer
-
-
 def make_masked_by_hook() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
     mask = (torch.rand(WIDTH, WIDTH) > 0.3).float()
@@ -198,22 +136,15 @@ def make_masked_by_hook() -> nn.Module:
     return layer
 
 
-def make_block() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3))
-
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": wrap(lambda: nn.Linear(WIDTH, WIDTH)),
     "relu_in_place": wrap(lambda: nn.ReLU(inplace=True)),
-    "gelu": wrap(nn.GELU),
     "layer_norm": wrap(lambda: nn.LayerNorm(WIDTH)),
-    "group_norm": wrap(lambda: nn.GroupNorm(2, WIDTH)),
     "batch_norm": wrap(lambda: nn.BatchNorm1d(WIDTH)),
     "dropout": wrap(lambda: nn.Dropout(0.3)),
     "noise": lambda: Layer(lambda own, x, tokens: x + 0.1 * torch.randn_like(x) if own.training else x),
     "weight_norm": wrap(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "spectral_norm": wrap(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-    "pruned": wrap(make_pruned),
     "frozen": wrap(lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
     "masked_by_hook": wrap(make_masked_by_hook),
     "checkpointed": lambda: Layer(checkpoint_block, inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())),
@@ -222,50 +153,26 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "max_norm": lambda: Layer(
         lambda own, x, tokens: x + own.inner(tokens), inner=nn.Embedding(TOKENS, WIDTH, max_norm=1.0)
     ),
-    "clamped_weight": lambda: Layer(clamp_weight, weight=make_weight()),
-    "normalised_weight": lambda: Layer(normalise_weight, weight=make_weight()),
-    "masked_weight": lambda: Layer(mask_weight, weight=make_weight(), mask=(torch.rand(WIDTH, WIDTH) > 0.3).float()),
-    "twice": lambda: Layer(lambda own, x, tokens: own.inner(own.inner(x)), inner=nn.Linear(WIDTH, WIDTH)),
+    "clamped_weight": lambda: Layer(clamp_weight, weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)),
     "replaced_buffer": lambda: Layer(replace_buffer, mean=torch.zeros(WIDTH)),
     "written_buffer": lambda: Layer(write_buffer, mean=torch.zeros(WIDTH)),
-    "counting_buffer": lambda: Layer(count_in_buffer, seen=torch.zeros((), dtype=torch.long)),
     "remembered_rows": lambda: Layer(remember_rows, inner=nn.Linear(WIDTH, WIDTH), hidden=torch.zeros(ROWS, WIDTH)),
-    "attention": lambda: Layer(attend, inner=nn.Linear(WIDTH, 3 * WIDTH)),
-    "quantizer": lambda: Layer(
-        quantize, codes=torch.randn(4, WIDTH), sizes=torch.ones(4), sums=torch.randn(4, WIDTH)
-    ),
-    "momentum_copy": lambda: Layer(
-        follow_by_momentum, quick=nn.Linear(WIDTH, WIDTH), slow=nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    ),
     "autograd_function": lambda: Layer(lambda own, x, tokens: Doubled.apply(x)),
-    "kept_output": lambda: Layer(keep_output),
-    "kept_in_list": lambda: Layer(keep_in_list, history=[torch.zeros(())]),
     "scaled": lambda: Layer(lambda own, x, tokens: x * own.scale, scale=1.0),
     "switched": lambda: Layer(
         lambda own, x, tokens: own.inner(x) if own.is_on else x, inner=nn.Linear(WIDTH, WIDTH), is_on=True
     ),
-    "scattered": lambda: Layer(
-        lambda own, x, tokens: x + torch.zeros_like(x).index_add_(0, tokens % len(x), own.inner(x)),
-        inner=nn.Linear(WIDTH, WIDTH),
-    ),
     "cached": lambda: Layer(use_cache, cache=None),
-    "rrelu": wrap(nn.RReLU),
-    "gumbel": lambda: Layer(lambda own, x, tokens: x + F.gumbel_softmax(x, dim=-1)),
 }  # fmt: skip
 EAGER_LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "checkpointed_norm": lambda: Layer(checkpoint_block, inner=make_block()),
     "lazy_buffer": lambda: Layer(register_late),
     "cumulative_norm": wrap(lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
-    "counter": lambda: Layer(count_in_attribute, calls=0),
-    "item": lambda: Layer(lambda own, x, tokens: x * (1 + 0.1 * x.abs().mean().item())),
     "data_branch": lambda: Layer(
         lambda own, x, tokens: own.inner(x) if x.sum() > 0 else x, inner=nn.Linear(WIDTH, WIDTH)
     ),
     "selected_rows": lambda: Layer(lambda own, x, tokens: x + x[x[:, 0] > 0].sum(0)),
-    "python_random": lambda: Layer(lambda own, x, tokens: x * (1 + random.random())),
-    "numpy_random": lambda: Layer(lambda own, x, tokens: x * (1 + float(np.random.rand()))),
 }
-"""Layers that torch cannot trace, or that change a Python number at every call."""
+"""Layers that torch cannot trace. python_values.py and captured_faults.py have more of them."""
 
 
 class Model(nn.Module):
@@ -296,16 +203,12 @@ class World:
     kept: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=lambda: {"raises": False, "interrupts": False, "is_late": False})
     recent: list[Any] = field(default_factory=lambda: [0.0])
-    window_of_losses: deque[Any] = field(default_factory=lambda: deque([torch.zeros(())] * 3, maxlen=3))
     alpha: Any = 1.0
     tensor: Tensor = field(default_factory=lambda: torch.ones(()))
-    teacher: nn.Module | None = None
-    memory: nn.Module | None = None
     step: Any = None
     set_in_closure: Callable[[float], None] = lambda value: None
-    terms: list[Callable[..., Tensor]] = field(default_factory=list)
+    terms: list[Callable[..., Tensor | None]] = field(default_factory=list)
     rows: int = ROWS
-    num_batches: int = 1
     dtype: torch.dtype = torch.float32
     spoiled: str = ""
     """What is wrong with the next window only."""
@@ -327,17 +230,11 @@ class World:
 FACTOR = 1.0
 
 
-# --- terms: what loss_fn does with batch, output and loss ---
+# --- terms: what loss_fn does with batch, output and loss; a term that returns nothing leaves the loss as it is ---
 
 
-def average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["average"] = 0.9 * world.kept.get("average", torch.zeros(())) + 0.1 * loss.detach()
-    return loss
-
-
-def average_in_place(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def average_in_place(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.recent[0] = world.recent[0] * 0.9 + loss.detach() * 0.1
-    return loss
 
 
 def divide_by_average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -352,43 +249,21 @@ def carry(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     return loss + hidden.square().mean()
 
 
-def carry_in_module(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    assert world.memory is not None
-    hidden = torch.tanh(out.mean(0) + world.memory.hidden)
-    world.memory.hidden = hidden.detach()
-    return loss + hidden.square().mean()
-
-
-def keep(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["out"] = out.detach()
-    return loss
 
 
-def keep_metrics(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    with torch.no_grad():
-        world.kept["metrics"] = {"spread": out.std(), "top": out.argmax(1)}
-    return loss
-
-
-def keep_last_three(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.window_of_losses.append(loss.detach())
-    return loss + 0.1 * torch.stack(list(world.window_of_losses)).mean()
-
-
-def keep_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["x"] = x
-    return loss
 
 
-def keep_view(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_view(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["row"] = out.detach()[0]
     world.kept["all"] = out.detach()
-    return loss
 
 
-def keep_alias(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_alias(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["first"] = world.kept["second"] = out.detach()
-    return loss
 
 
 def keep_weight(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -396,9 +271,8 @@ def keep_weight(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     return loss + 0.1 * (world.kept["head"] - world.model.head.weight * 0.5).square().mean()
 
 
-def keep_row_of_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_row_of_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["input row"] = x[0]
-    return loss
 
 
 def average_where_it_is(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
@@ -415,85 +289,25 @@ def move_teacher_in_loss(world: World, x: Tensor, out: Tensor, loss: Tensor) -> 
     return loss + F.mse_loss(out, world.extra(torch.ones(len(x), WIDTH)).detach())
 
 
-def count_in_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["calls"] = world.kept.get("calls", torch.zeros((), dtype=torch.long)) + 1
-    return loss
-
-
 def count_into_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
     world.saved["calls"].add_(1)
     return loss * (1 + 0.01 * world.saved["calls"])
 
 
-def distil(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    assert world.teacher is not None
-    with torch.no_grad():
-        target = world.teacher(x, torch.zeros(len(x), dtype=torch.long))
-    return loss + F.mse_loss(out, target)
-
-
-def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     if world.flags["raises"]:
         raise ValueError(f"asked to fail on {len(x)} rows")
     if world.flags["interrupts"]:
         raise KeyboardInterrupt
-    return loss
 
 
-def fail_on_small(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    assert len(x) >= ROWS, "batch too small"
-    return loss
-
-
-def keep_then_fail(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+def keep_then_fail(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     world.kept["before"] = out.detach()
     world.kept["num"] = len(x)
-    return fail_if_asked(world, x, out, loss)
+    fail_if_asked(world, x, out, loss)
 
 
-def toggle(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.flags["side"] = not world.flags.get("side", False)
-    return loss * 1.5 if world.flags["side"] else loss
-
-
-def log_item(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.recent.append(loss.item())
-    return loss
-
-
-def grow(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.recent.append(loss.detach())
-    return loss
-
-
-def keep_graph(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["graph"] = out
-    return loss
-
-
-def count_in_python(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["count"] = world.kept.get("count", 0) + 1
-    return loss
-
-
-def count_and_use(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    world.kept["used"] = world.kept.get("used", 0) + 1
-    return loss * (1 + 0.1 * world.kept["used"])
-
-
-def fail_on_nan(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    if not torch.isfinite(out).all():
-        raise FloatingPointError("the output is not finite")
-    return loss
-
-
-def penalise_gradient(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    out = world.model.inlet(x).square().sum()
-    return loss + 0.1 * world.step.grad(out, x).square().mean()
-
-
-Term = Callable[[World, Tensor, Tensor, Tensor], Tensor]
+Term = Callable[[World, Tensor, Tensor, Tensor], Tensor | None]
 TERMS: dict[str, Term] = {
     "dict": lambda world, x, out, loss: loss * world.numbers["beta"],
     "attribute": lambda world, x, out, loss: loss * world.alpha,
@@ -505,25 +319,19 @@ TERMS: dict[str, Term] = {
     "branch": lambda world, x, out, loss: loss * 2 if world.flags["is_late"] else loss,
     "rand": lambda world, x, out, loss: loss * (0.5 + torch.rand(())),
     "penalty": lambda world, x, out, loss: loss + 1e-3 * sum(p.square().sum() for p in world.model.parameters()),
-    "average": average, "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
-    "carry_in_module": carry_in_module, "keep": keep, "metrics": keep_metrics, "keep_input": keep_input,
-    "keep_alias": keep_alias, "running": average_where_it_is, "moved_in_loss": move_teacher_in_loss,
-    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "teacher": distil, "fail": fail_if_asked,
-    "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail, "toggle": toggle,
+    "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
+    "keep": keep, "keep_input": keep_input, "keep_alias": keep_alias, "running": average_where_it_is,
+    "moved_in_loss": move_teacher_in_loss, "written_count": count_into_tensor, "fail": fail_if_asked,
+    "keep_then_fail": keep_then_fail,
 }  # fmt: skip
 EAGER_TERMS: dict[str, Term] = {
-    "random_loss": lambda world, x, out, loss: loss * (1 + random.random()),
     "own_generator": lambda world, x, out, loss: loss * (1 + torch.rand((), generator=world.generator)),
     "differentiated_input": lambda world, x, out, loss: loss + world.model.inlet(x.clone().requires_grad_()).mean(),
-    "write_batch": lambda world, x, out, loss: loss,  # get_loss writes
-    "log_item": log_item, "grow": grow, "keep_graph": keep_graph, "count": count_in_python,
-    "count_and_use": count_and_use, "fail_on_nan": fail_on_nan, "gradient_penalty": penalise_gradient,
-    "last_three": keep_last_three, "keep_view": keep_view, "keep_weight": keep_weight,
-    "keep_row_of_input": keep_row_of_input,
+    "keep_view": keep_view, "keep_weight": keep_weight, "keep_row_of_input": keep_row_of_input,
 }  # fmt: skip
 ALL_TERMS = TERMS | EAGER_TERMS
-BY_FORM = ("smoothing", "weight", "tensor_weight")
-"""Terms that `make_loss_fn` handles itself."""
+BY_FORM = ("smoothing",)
+"""Terms that `get_loss` handles itself."""
 
 
 @dataclass
@@ -543,17 +351,12 @@ BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[Tensor, Tenso
 
 def get_loss(world: World, scale: Any, batch: Any) -> Any:
     x, y, tokens = BATCHES[world.program.batch][1](batch)
-    if "write_batch" in world.program.terms:
-        x.mul_(0.5)
     out = world.model(x, tokens)
     smoothing = world.numbers["smoothing"] if "smoothing" in world.program.terms else 0.0
     loss = F.cross_entropy(out, y, label_smoothing=smoothing) * scale
     for term in world.terms:
-        loss = term(world, x, out, loss)
-    if "weight" in world.program.terms:
-        return loss, len(x)
-    if "tensor_weight" in world.program.terms:
-        return loss, (y >= 0).sum()
+        changed = term(world, x, out, loss)
+        loss = loss if changed is None else changed
     return loss
 
 
@@ -602,20 +405,14 @@ CALLABLES = ("function", "lambda", "partial", "method", "object", "two")
 # --- options of hs.Step, and optimizers ---
 
 
-def make_schedule(world: World, kind: str) -> Any:
-    own = world.optimizers[0]
-    if kind == "cosine":
-        found: Any = hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(own, T_max=8))
-    elif kind == "per_epoch":
-        found = hs.per_epoch(torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5))
-    elif kind == "plateau":
-        found = torch.optim.lr_scheduler.ReduceLROnPlateau(own, factor=0.5, patience=0)
-    else:
-        return lambda step: 1 / (1 + step)
-    return [found, *([None] * (len(world.optimizers) - 1))]
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "cosine": lambda own: hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(own, T_max=8)),
+    "per_epoch": lambda own: hs.per_epoch(torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5)),
+    "plateau": lambda own: torch.optim.lr_scheduler.ReduceLROnPlateau(own, factor=0.5, patience=0),
+    "function_schedule": lambda own: lambda step: 1 / (1 + step),
+}
 
 
-SCHEDULES = ("cosine", "per_epoch", "plateau", "function_schedule")
 OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
     "clip": lambda world: {"clip_norm": 0.5},
     "clip_value": lambda world: {"clip_norm": 0.1, "clip_type": "value"},
@@ -627,21 +424,12 @@ OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
     },
     "one_graph": lambda world: {},
     "watch": lambda world: {"watch": 4},
-    "on_commit": lambda world: {"on_commit": lambda model: move_teacher(world)},
+    "on_commit": lambda world: {"on_commit": lambda model: read_kept(world)},
     "on_gradients": lambda world: {"on_gradients": lambda model: halve_head(model, world)},
     "capsules": lambda world: {"capsules": tempfile.mkdtemp()},
     "second_step": lambda world: {},
-    **{kind: (lambda world, kind=kind: {"schedule": make_schedule(world, kind)}) for kind in SCHEDULES},
+    **{kind: (lambda world, kind=kind: {"schedule": SCHEDULES[kind](world.optimizers[0])}) for kind in SCHEDULES},
 }
-
-
-@torch.no_grad()
-def move_teacher(world: World) -> None:
-    read_kept(world)
-    if world.teacher is not None:
-        for own, new in zip(world.teacher.parameters(), world.model.parameters(), strict=False):
-            if own.shape == new.shape:
-                own.lerp_(new, 0.1)
 
 
 def read_kept(world: World) -> None:
@@ -658,47 +446,12 @@ def halve_head(model: Any, world: World) -> None:
         model.head.weight.grad.mul_(0.5)
 
 
-class PlainSGD(torch.optim.Optimizer):
-    """An optimizer that halfstep does not know."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.sub_(group["lr"] * weight.grad)
-
-
-def make_two(model: Model) -> list[torch.optim.Optimizer]:
-    first = [*model.inlet.parameters(), *model.layers.parameters()]
-    return [
-        torch.optim.AdamW(first, 2**-6, fused=True),
-        torch.optim.SGD(model.head.parameters(), 2**-5, momentum=0.9, fused=True),
-    ]
-
-
 OPTIMIZERS: dict[str, Callable[[Model], list[torch.optim.Optimizer]]] = {
     "adamw": lambda model: [torch.optim.AdamW(model.parameters(), 2**-6, fused=True)],
-    "amsgrad": lambda model: [torch.optim.Adam(model.parameters(), 2**-6, amsgrad=True, fused=True)],
     "sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, momentum=0.9, weight_decay=0.01, fused=True)],
-    "plain_fused_sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, fused=True)],
-    "two_optimizers": make_two,
     "head_later": lambda model: [torch.optim.AdamW(model.head.parameters(), 2**-6, fused=True)],
     "rmsprop": lambda model: [torch.optim.RMSprop(model.parameters(), 2**-7)],
-    "groups": lambda model: [
-        torch.optim.AdamW(
-            [
-                {"params": model.head.parameters(), "weight_decay": 0.1},
-                {"params": [*model.inlet.parameters(), *model.layers.parameters()], "lr": 2**-8},
-            ],
-            2**-6,
-            fused=True,
-        )
-    ],
-    "own": lambda model: [PlainSGD(model.parameters(), 2**-4)],
+    "own": lambda model: [Lion(model.parameters(), 2**-6)],
 }
 
 
@@ -719,26 +472,6 @@ def write_weights(world: World, number: int) -> None:
         lambda: setattr(weight, "data", weight.data.t().contiguous().t()),
     ]  # fmt: skip
     ways[number % len(ways)]()
-
-
-def replace_parameter(world: World, number: int) -> None:
-    """Replace the head's bias by a new parameter, and tell the optimizer."""
-    old = world.model.head.bias
-    world.model.head.bias = new = nn.Parameter(old.detach() * 0.5)
-    for optimizer in world.optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new if one is old else one for one in group["params"]]
-        optimizer.state.pop(old, None)
-
-
-def swap_module(world: World, number: int) -> None:
-    if not len(world.model.layers):
-        return
-    at = number % len(world.model.layers)
-    new = ["gelu", "layer_norm", "dropout", "linear"][number % 4]
-    world.model.layers[at] = ALL_LAYERS[new]()
-    if number % 3 == 0:
-        add_group(world, at)
 
 
 def add_group(world: World, number: int) -> None:
@@ -782,11 +515,6 @@ def set_float(world: World, number: int) -> None:
             layer.scale = value
 
 
-def anneal(world: World, number: int) -> None:
-    """Change floats at every step from now on."""
-    world.saved["annealed"] = number
-
-
 def set_clamp(world: World, number: int) -> None:
     world.numbers["limit"], world.numbers["power"] = 0.5 + number % 3, 1.0 + (number % 4) / 2
 
@@ -815,10 +543,6 @@ def freeze(world: World, number: int) -> None:
     weight.requires_grad_(not weight.requires_grad)
 
 
-def freeze_layer(world: World, number: int) -> None:
-    world.model.inlet.requires_grad_(number % 2 == 0)
-
-
 def load_model(world: World, number: int) -> None:
     if "model" in world.saved and number % 3 and set(world.saved["model"]) == set(world.model.state_dict()):
         world.model.load_state_dict(world.saved["model"], assign=number % 3 == 2 and number > 9)
@@ -829,9 +553,6 @@ def load_model(world: World, number: int) -> None:
 def load_optimizer(world: World, number: int) -> None:
     optimizer = world.optimizers[0]
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    if number % 2:
-        for own in optimizer.state.values():
-            own.update({name: value * 0.5 for name, value in own.items() if name.startswith(("exp", "mom"))})
 
 
 def load_step(world: World, number: int) -> None:
@@ -847,14 +568,6 @@ def set_rate(world: World, number: int) -> None:
         return
     for optimizer in world.optimizers:
         optimizer.param_groups[-1]["lr"] = 2.0 ** -(4 + number % 4)
-
-
-def set_decay(world: World, number: int) -> None:
-    for group in world.optimizers[-1].param_groups:
-        ways = {"weight_decay": 0.1 * (number % 3), "momentum": 0.5 + 0.1 * (number % 3), "betas": (0.8, 0.99)}
-        name = list(ways)[number % 3]
-        if name in group:
-            group[name] = ways[name]
 
 
 def set_training(world: World, number: int) -> None:
@@ -880,36 +593,12 @@ def set_smoothing(world: World, number: int) -> None:
     world.numbers["smoothing"] = np.float32(value) if number % 2 else value
 
 
-def set_rows(world: World, number: int) -> None:
-    world.rows = ROWS + number % 4 - 1
-
-
-def shorten(world: World, number: int) -> None:
-    world.spoiled = ["one_row", "short_window", "no_rows"][number % 3]
-
-
-def set_dtype(world: World, number: int) -> None:
-    world.dtype = [torch.float32, torch.float64, torch.float16][number % 3]
-
-
-def spoil(world: World, number: int) -> None:
-    world.spoiled = ["nan", "inf", "nan_row", "label", "token", "huge", "ignored"][number % 7]
-
-
 def spoil_weight(world: World, number: int) -> None:
     """Let one step begin with an infinite weight, which the user repairs afterwards."""
     weight = choose(world, number)
     with torch.no_grad():
         world.saved["repaired"] = weight, weight.clone()
         weight.view(-1)[0] = float("inf")
-
-
-def fail_once(world: World, number: int) -> None:
-    world.flags["interrupts" if number % 3 == 0 else "raises"] = True
-
-
-def fail_in_commit(world: World, number: int) -> None:
-    world.flags["commit raises"] = True
 
 
 def replace_state(world: World, number: int) -> None:
@@ -923,15 +612,6 @@ def write_state(world: World, number: int) -> None:
         for name, value in own.items():
             if isinstance(value, Tensor) and name != "step":
                 value.zero_()
-
-
-def use_uneven_batches(world: World, number: int) -> None:
-    world.saved["uneven"] = True
-
-
-def set_default_dtype(world: World, number: int) -> None:
-    """Change what torch makes of Python numbers, as users of fp64 do."""
-    torch.set_default_dtype(torch.float64 if number % 2 else torch.float32)
 
 
 def set_tensor_rate(world: World, number: int) -> None:
@@ -963,12 +643,6 @@ def write_kept(world: World, number: int) -> None:
             value.mul_(0.5)
 
 
-def replace_buffers(world: World, number: int) -> None:
-    for layer in world.model.modules():
-        for name, value in list(layer.named_buffers(recurse=False)):
-            setattr(layer, name, value.clone())
-
-
 def validate(world: World, number: int) -> None:
     was_training = world.model.training
     world.model.eval()
@@ -979,10 +653,6 @@ def validate(world: World, number: int) -> None:
     world.model.train(was_training)
     if "plateau" in world.program.options:
         world.step.validated(float(value))
-
-
-def end_epoch(world: World, number: int) -> None:
-    world.step.epoch_ended()
 
 
 def seed(world: World, number: int) -> None:
@@ -1004,19 +674,6 @@ def train_elsewhere(world: World, number: int) -> None:
     world.model(torch.ones(3, INPUTS), torch.zeros(3, dtype=torch.long)).sum().backward()
 
 
-def use_static_batch(world: World, number: int) -> None:
-    world.static = () if world.static is None else None
-
-
-def split_call(world: World, number: int) -> None:
-    """Make the next step by compute() and commit()."""
-    world.saved["split"] = True
-
-
-def finish(world: World, number: int) -> None:
-    world.step.finish()
-
-
 def copy_model(world: World, number: int) -> None:
     """Deep-copy, as users do who keep the best model."""
     world.saved["best"] = copy.deepcopy(world.model.state_dict())
@@ -1024,14 +681,31 @@ def copy_model(world: World, number: int) -> None:
         copy.deepcopy(world.model)
 
 
+DTYPES = (torch.float32, torch.float64, torch.float16)
+SPOILS = ("nan", "inf", "nan_row", "label", "token", "huge", "ignored")
 ACTIONS: dict[str, Callable[[World, int], None]] = {
     function.__name__: function
     for function in (
-        write_weights, replace_parameter, swap_module, add_group, add_hook, remove_hook, set_float, anneal, set_clamp,
-        set_flags, set_backend, freeze, freeze_layer, load_model, load_optimizer, load_step, set_rate, set_decay,
-        set_training, set_dropout, set_smoothing, set_rows, shorten, set_dtype, spoil, spoil_weight, fail_once,
-        fail_in_a_layer, fail_in_commit, replace_state, write_state, use_uneven_batches, set_default_dtype,
-        set_tensor_rate, reset_state, write_kept, replace_buffers, validate, end_epoch, seed, clear_gradients,
-        train_elsewhere, use_static_batch, split_call, finish, copy_model,
+        write_weights, add_group, add_hook, remove_hook, set_float, set_clamp,
+        set_flags, set_backend, freeze, load_model, load_optimizer, load_step, set_rate, set_training,
+        set_dropout, set_smoothing, spoil_weight, fail_in_a_layer, replace_state, write_state, set_tensor_rate,
+        reset_state, write_kept, validate, seed, clear_gradients, train_elsewhere, copy_model,
     )
+} | {
+    # Floats change at every step from now on.
+    "anneal": lambda world, number: world.saved.update(annealed=number),
+    "set_rows": lambda world, number: setattr(world, "rows", ROWS + number % 4 - 1),
+    "shorten": lambda world, number: setattr(world, "spoiled", ["one_row", "short_window", "no_rows"][number % 3]),
+    "set_dtype": lambda world, number: setattr(world, "dtype", DTYPES[number % 3]),
+    "spoil": lambda world, number: setattr(world, "spoiled", SPOILS[number % 7]),
+    "fail_once": lambda world, number: world.flags.update({"interrupts" if number % 3 == 0 else "raises": True}),
+    "fail_in_commit": lambda world, number: world.flags.update({"commit raises": True}),
+    "use_uneven_batches": lambda world, number: world.saved.update(uneven=True),
+    # Changes what torch makes of Python numbers, as users of fp64 do.
+    "set_default_dtype": lambda world, number: torch.set_default_dtype(torch.float64 if number % 2 else torch.float32),
+    "use_static_batch": lambda world, number: setattr(world, "static", () if world.static is None else None),
+    # The next step is made by compute() and commit().
+    "split_call": lambda world, number: world.saved.update(split=True),
+    "finish": lambda world, number: world.step.finish(),
+    "end_epoch": lambda world, number: world.step.epoch_ended(),
 }  # fmt: skip

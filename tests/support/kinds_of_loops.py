@@ -26,12 +26,22 @@ class Kind:
     def __init__(self, watch: Callable[[hs.Step], Any] = lambda step: step) -> None:
         torch.manual_seed(1)
         self.watch = watch  # lets a test stand between the loop and its steps
+        self.optimizer: torch.optim.Optimizer
         self.steps: list[hs.Step] = []
         self.models: list[nn.Module] = []
         self.build()
 
     def build(self) -> None: ...
-    def plain(self) -> Iterator[None]: ...  # type: ignore[empty-body]
+    def get_loss(self) -> Tensor: ...  # type: ignore[empty-body]
+
+    def plain(self) -> Iterator[None]:
+        while True:
+            loss = self.get_loss()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            yield
+
     def guarded(self) -> Iterator[None]: ...  # type: ignore[empty-body]
 
     def train(self, model: nn.Module) -> nn.Module:
@@ -166,12 +176,8 @@ class Physics(Kind):
         begin = self.net(torch.cat([self.x, torch.zeros_like(self.t)], 1))
         return (u_t + u * u_x - 0.01 * u_xx).square().mean() + (begin - start).square().mean()
 
-    def plain(self) -> Iterator[None]:
-        while True:
-            self.optimizer.zero_grad()
-            self.loss(self.start).backward()
-            self.optimizer.step()
-            yield
+    def get_loss(self) -> Tensor:
+        return self.loss(self.start)
 
     def guarded(self) -> Iterator[None]:
         step = self.guard(self.net, self.optimizer)
@@ -187,7 +193,7 @@ class Rollouts(Kind):
         self.net = self.train(nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3)))
         self.optimizer = torch.optim.Adam(self.net.parameters(), 1e-2, fused=True)
 
-    def play(self) -> Tensor:
+    def get_loss(self) -> Tensor:
         state, losses = torch.zeros(3), []
         for _ in range(6):
             out = self.net(state)
@@ -197,19 +203,11 @@ class Rollouts(Kind):
             losses.append((reward - out[2]).square() - out[:2].log_softmax(0)[action] * (reward - out[2]).detach())
         return torch.stack(losses).sum()
 
-    def plain(self) -> Iterator[None]:
-        while True:
-            loss = self.play()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            yield
-
     def guarded(self) -> Iterator[None]:
         step = self.guard(self.net, self.optimizer)
         while True:
             with step.plan.forward():
-                loss = self.play()
+                loss = self.get_loss()
             step(lambda _, loss=loss: loss, [None])
             yield
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from halfstep.recompute import set_recompute
 from halfstep_train.tune.memory_low import MemorySetting
@@ -19,8 +18,3 @@ def memory_setting(model: nn.Module, setting: MemorySetting) -> Iterator[None]:
     set_recompute(model, setting.recompute)
     with functorch_config.patch(activation_memory_budget=setting.activation_budget):
         yield
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))

@@ -5,9 +5,7 @@ captured_faults.py has floats that change, loss functions made anew, and hooks a
 from __future__ import annotations
 
 import functools
-import logging
 import random
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import captured_faults
 from captured_faults import CHANGED_AT, ROWS, Loop, change_once, make_batch
+from planted_faults import scaled
 
 NUM_STEPS = 16
 
@@ -107,11 +106,6 @@ def numpy_random(device: torch.device) -> Loop:
     return Loop(model, lambda batch: get_loss(model, batch, 1 + float(np.random.rand())), "data-dependent")
 
 
-def clock(device: torch.device) -> Loop:
-    model = make_model(device)
-    return Loop(model, lambda batch: get_loss(model, batch) + 0 * (time.time() > 0), "time")
-
-
 def file_read(device: torch.device) -> Loop:
     model = make_model(device)
     return Loop(model, lambda batch: get_loss(model, batch) + len(Path(__file__).read_text()) * 0, "builtin")
@@ -132,16 +126,6 @@ def printing(device: torch.device) -> Loop:
     return Loop(model, loss_fn, "print")
 
 
-def logged(device: torch.device) -> Loop:
-    model = make_model(device)
-
-    def loss_fn(batch: Any) -> Tensor:
-        logging.getLogger("mine").info("a step")
-        return get_loss(model, batch)
-
-    return Loop(model, loss_fn, "logg")
-
-
 FACTOR = 1.0
 
 
@@ -156,10 +140,6 @@ def global_number(device: torch.device) -> Loop:
 
 
 # --- random numbers of torch ---
-
-
-def dropout(device: torch.device) -> Loop:
-    return plain(device, nn.Dropout(0.3))
 
 
 def dropout_changed(device: torch.device) -> Loop:
@@ -551,19 +531,6 @@ def batch_on_the_host(device: torch.device) -> Loop:
     return Loop(model, lambda batch: get_loss(model, move(batch)), make_batch=make)
 
 
-@torch.library.custom_op("halfstep_tests::scaled", mutates_args=())
-def scaled(x: Tensor) -> Tensor:
-    return x * FACTOR
-
-
-@scaled.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-scaled.register_autograd(lambda ctx, gradient: gradient * FACTOR)
-
-
 def custom_op(device: torch.device) -> Loop:
     model = make_model(device)
     loss_fn = lambda batch: F.cross_entropy(scaled(model(batch[0])), batch[1])  # noqa: E731
@@ -582,8 +549,8 @@ def lstm(device: torch.device) -> Loop:
 CASES: dict[str, Callable[[torch.device], Loop]] = {
     function.__name__: function
     for function in (
-        temperature_attribute, branch_on_epoch, counter, growing_list, python_random, numpy_random, clock, file_read,
-        item, printing, logged, global_number, dropout, dropout_changed, checkpointed_dropout, partial, bound_method,
+        temperature_attribute, branch_on_epoch, counter, growing_list, python_random, numpy_random, file_read,
+        item, printing, global_number, dropout_changed, checkpointed_dropout, partial, bound_method,
         callable_object, norm_in_eval, freezing, global_hook_added, submodule_replaced, buffer_replaced, eps_changed,
         state_loaded, two_models, output_stored, graph_stored, graph_beyond_the_loss, rate_by_hand, decay_by_hand,
         batch_in_place,

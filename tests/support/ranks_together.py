@@ -10,6 +10,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def together(
         process.join()
     assert not hung, f"ranks {hung} did not end"
     return [_read(folder / str(rank)) for rank in range(size)]
+
+
+def join(rank: int, size: int, port: int) -> None:
+    """Meet the other processes, by gloo."""
+    import torch.distributed as dist
+
+    meeting, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=60)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=size, timeout=limit)
 
 
 def _read(path: Path) -> Any:

@@ -27,7 +27,6 @@ class StandIn:
     def __init__(self, step: GuardedStep, loss_fn: LossFn, window: list[dict[str, Tensor]], pool: Any) -> None:
         self.step, self.loss_fn, self.generation, self.tables = step, loss_fn, step.generation, list_tables(step)
         self.inputs = [{name: value.clone() for name, value in batch.items()} for batch in window]
-        self.num_replays = 0
 
         def try_once() -> None:
             if self.commits:
@@ -41,6 +40,11 @@ class StandIn:
         state.restore(before)
         step.forget_capture()
 
+    def copy_inputs(self, window: list[dict[str, Tensor]]) -> None:
+        for own, batch in zip(self.inputs, window, strict=True):
+            for name, value in batch.items():
+                own[name].copy_(value)
+
     @property
     def is_valid(self) -> bool:
         same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
@@ -49,10 +53,7 @@ class StandIn:
     def __call__(
         self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Any = lambda: None
     ) -> Facts:
-        for own, batch in zip(self.inputs, window, strict=True):
-            for name, value in batch.items():
-                own[name].copy_(value)
-        self.num_replays += 1
+        self.copy_inputs(window)
         facts = self.step.compute(self.loss_fn, self.inputs)
         fill()
         facts.ids = ids
@@ -79,10 +80,7 @@ class BackwardStandIn(StandIn):
         return facts
 
     def replay_gradients(self, window: list[dict[str, Tensor]]) -> Any:
-        for own, batch in zip(self.inputs, window, strict=True):
-            for name, value in batch.items():
-                own[name].copy_(value)
-        self.num_replays += 1
+        self.copy_inputs(window)
         return self.step.accumulate_gradients(self.loss_fn, self.inputs, self.step.find_trained_parameters())
 
 

@@ -33,10 +33,6 @@ def twice(model: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y) + F.cross_entropy(model(x * 0.5), y)
 
 
-def three_times(model: Net, x: Tensor, y: Tensor) -> Tensor:
-    return twice(model, x, y) + F.cross_entropy(model(x - 1), y)
-
-
 def convolution(model: Net, x: Tensor, y: Tensor) -> Tensor:
     image = x[:, None]
     for _ in range(3):
@@ -87,7 +83,7 @@ def checkpointed(model: Net, x: Tensor, y: Tensor) -> Tensor:
 CASES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     function.__name__: function
     for function in (
-        twice, three_times, convolution, tied_weights, recurrent_cell, several_regions, without_gradients_first,
+        twice, convolution, tied_weights, recurrent_cell, several_regions, without_gradients_first,
         cast_by_hand, checkpointed,
     )
 }  # fmt: skip

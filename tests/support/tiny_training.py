@@ -114,6 +114,15 @@ def everything(step: GuardedStep) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in found.items()}
 
 
+def copy_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copy weights, gradients and optimizer state."""
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        found |= {name: parameter, f"{name}.grad": parameter.grad}
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return {name: value.detach().clone() for name, value in found.items() if value is not None}
+
+
 def bits(tensor: Tensor) -> Tensor:
     views = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     return tensor.contiguous().view(-1).view(views[tensor.element_size()]).cpu()

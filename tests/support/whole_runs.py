@@ -62,8 +62,7 @@ def load_newest(checkpoints: Checkpoints, on_damaged: Callable[[str], object] = 
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Every tensor and every number of the last checkpoint."""
     checkpoint = newest(folder)
-    for name in ("elapsed_s",):
-        checkpoint.state["journal"].pop(name)
+    checkpoint.state["journal"].pop("elapsed_s")
     checkpoint.state.pop("waiting")  # a clock's too
     plain, tensors = pack(checkpoint.state)
     named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}

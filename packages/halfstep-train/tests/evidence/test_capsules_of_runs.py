@@ -29,10 +29,14 @@ def kept(folder: Path) -> list[str]:
     return [path.name for path in capsule.list_capsules(folder / "capsules")]
 
 
-def test_a_fault_is_kept_with_its_batches_weights_and_names(tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
-    assert kept(folder) == ["00000002"]
-    found = capsule.read_capsule(folder / "capsules" / "00000002")
+@pytest.fixture(scope="module")
+def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("faulty") / "run", **{"model.options.poisoned": [2]})
+
+
+def test_a_fault_is_kept_with_its_batches_weights_and_names(faulty_run: Path) -> None:
+    assert kept(faulty_run) == ["00000002"]
+    found = capsule.read_capsule(faulty_run / "capsules" / "00000002")
     about = found.about
     assert about["reason"] == "loss is nan"
     assert (about["epoch"], about["window"], len(about["sample_ids"])) == (0, 2, 4)
@@ -44,9 +48,8 @@ def test_a_fault_is_kept_with_its_batches_weights_and_names(tmp_path: Path) -> N
     assert [row["attempted"] for row in about["trail"]] == [0, 1]
 
 
-def test_replay_names_a_nan_that_came_past_the_loader_and_the_sample_it_is_in(tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
-    found = replay_run(folder / "capsules" / "00000002")
+def test_replay_names_a_nan_that_came_past_the_loader_and_the_sample_it_is_in(faulty_run: Path) -> None:
+    found = replay_run(faulty_run / "capsules" / "00000002")
     assert found.cause == causes.BAD_INPUT
     (place,) = found.diagnosis.places
     assert (place.key, place.index) == ("['image']", (0, 0, 0))
@@ -120,11 +123,6 @@ READING = Reading(
     attempted=0, loss=0.0, grad_norm=0.0, is_bad=True, is_spike=False, is_empty=False, is_ruined=False, scale=1.0,
     committed=0, lr=0.1,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("faulty") / "run", **{"model.options.poisoned": [2]})
 
 
 def test_a_damaged_capsule_is_refused_by_name(faulty_run: Path, tmp_path: Path) -> None:

@@ -150,14 +150,8 @@ CARDS = {
     "Xe-HPG": Accelerator(name="Intel(R) Arc(TM) A770 Graphics", **XPU),  # type: ignore[arg-type]
     "Xe-HPC": Accelerator(name="Intel(R) Data Center GPU Max 1550", **XPU),  # type: ignore[arg-type]
 }
-GRANTED = {
-    "MI250X": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
-    "MI300X": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
-    "RDNA2": {"auto": "fp16", "bf16": "fp16", "fp16": "fp16", "tf32": "fp32", "fp8": "fp16"},
-    "RDNA3": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
-    "Xe-HPG": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
-    "Xe-HPC": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
-}
+GRANTED = dict.fromkeys(CARDS, {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"})
+GRANTED["RDNA2"] = {"auto": "fp16", "bf16": "fp16", "fp16": "fp16", "tf32": "fp32", "fp8": "fp16"}
 """The table of docs/precision.md."""
 
 

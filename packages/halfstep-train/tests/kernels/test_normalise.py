@@ -89,16 +89,6 @@ def test_half_maps_are_rounded_once(dtype: torch.dtype) -> None:
     assert_near(ours[2:], exact[2:], roundings=100)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_the_layer_keeps_moves_as_torchs(shape: tuple[int, ...]) -> None:
-    ours, theirs = batch_norm(shape[1]), batch_norm(shape[1])
-    for seed in range(2):
-        y = random_map(*shape, seed=seed) + 3
-        compute_norm(y, ours)
-        theirs(y)
-    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
-
-
 def test_a_slice_of_a_wider_map_is_read_and_written_in_place() -> None:
     y, dz = random_map(2, 16, 5, 7), random_map(2, 16, 5, 7, seed=2)
     how = compute_norm(y, batch_norm(16))
@@ -112,17 +102,6 @@ def test_a_slice_of_a_wider_map_is_read_and_written_in_place() -> None:
     dy = compute_raw_gradient(slice_of_wider(dz), y, how, sums, masked=True)
     assert torch.equal(dy, compute_raw_gradient(dz, y, how, sums, masked=True))
     assert dy.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_gradient_that_relu_has_masked_already_needs_no_mask() -> None:
-    y, dz = random_map(2, 16, 5, 7), random_map(2, 16, 5, 7, seed=2)
-    how = compute_norm(y, batch_norm(16))
-    g, sums = dz * (normalise(y, how) > 0), sum_gradients(dz, y, how)
-    masked, plain = (
-        compute_raw_gradient(x, y, how, sums, masked=is_masked) for x, is_masked in ((dz, True), (g, False))
-    )
-    assert torch.equal(masked, plain)
-    assert not torch.equal(compute_raw_gradient(dz, y, how, sums, masked=False), plain)
 
 
 @pytest.mark.parametrize(("parts", "kinds", "channels"), [(1, 2, 64), (528, 2, 12), (1500, 3, 5), (7, 1, 130)])
@@ -193,9 +172,7 @@ class Layers(nn.Module):
 
     def __init__(self, kernel: int, stride: int, padding: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(6)
-        nn.init.normal_(self.norm.weight)
-        nn.init.normal_(self.norm.bias)
+        self.norm = batch_norm(6)
         self.conv = nn.Conv2d(6, 5, kernel, stride, padding, bias=False)
 
     def forward(self, y: Tensor) -> Tensor:
@@ -209,11 +186,6 @@ class Layers(nn.Module):
         return result
 
 
-def a_map(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(*shape).to(dtype, memory_format=torch.channels_last)
-
-
 def gradients(out: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
     torch.manual_seed(2)
     return torch.autograd.grad(out, [y, *layers.parameters()], torch.randn(out.shape).to(out))
@@ -222,7 +194,7 @@ def gradients(out: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("convolution", "keep"), [(one, k % 2 == 0) for k, one in enumerate(CONVOLUTIONS)])
 def test_a_link_is_batch_norm_relu_and_convolution(convolution: tuple[int, int, int], keep: bool) -> None:
     torch.manual_seed(0)
-    layers, y = Layers(*convolution), a_map(2, 6, 7, 6).requires_grad_()
+    layers, y = Layers(*convolution), random_map(2, 6, 7, 6).requires_grad_()
     twin = copy.deepcopy(layers)
     ours, theirs = layers.chained(y, keep=keep), twin(y)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -233,7 +205,7 @@ def test_a_link_is_batch_norm_relu_and_convolution(convolution: tuple[int, int, 
 
 def test_in_bf16_weights_are_cast_and_their_gradients_are_fp32() -> None:
     torch.manual_seed(0)
-    layers, y = Layers(3, 1, 1), a_map(2, 6, 7, 6, dtype=torch.bfloat16).requires_grad_()
+    layers, y = Layers(3, 1, 1), random_map(2, 6, 7, 6, dtype=torch.bfloat16).requires_grad_()
     twin, exact = copy.deepcopy(layers), y.detach().float().requires_grad_()
     ours, theirs = layers.chained(y), twin(exact)
     assert ours.dtype is torch.bfloat16
@@ -245,7 +217,7 @@ def test_in_bf16_weights_are_cast_and_their_gradients_are_fp32() -> None:
 
 
 def test_only_the_raw_map_stays_where_nothing_else_is_kept() -> None:
-    layers, y = Layers(1, 1, 0), a_map(2, 6, 7, 6).requires_grad_()
+    layers, y = Layers(1, 1, 0), random_map(2, 6, 7, 6).requires_grad_()
 
     def num_maps_saved(keep: bool) -> int:
         saved: list[Tensor] = []
@@ -257,14 +229,14 @@ def test_only_the_raw_map_stays_where_nothing_else_is_kept() -> None:
 
 
 def test_a_second_derivative_is_refused_not_wrong() -> None:
-    layers, y = Layers(1, 1, 0), a_map(2, 6, 3, 3).requires_grad_()
+    layers, y = Layers(1, 1, 0), random_map(2, 6, 3, 3).requires_grad_()
     (dy,) = torch.autograd.grad(layers.chained(y).square().sum(), y, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dy.sum().backward()
 
 
 def test_a_chain_needs_training_gradients_channels_last_and_at_most_fp32() -> None:
-    x = a_map(2, 3, 4, 4)
+    x = random_map(2, 3, 4, 4)
     assert not can_chain(x, is_training=True)
     with force(True, "chain"):
         assert can_chain(x, is_training=True)
@@ -312,6 +284,7 @@ def test_weights_are_cast_as_one_by_one_and_so_are_their_gradients() -> None:
     weights = [nn.Parameter(torch.randn(shape)) for shape in [(4, 3, 3, 3), (5, 4, 1, 1), (2, 5, 3, 3)]]
     weights[0].data = weights[0].data.to(memory_format=torch.channels_last)
     cast = cast_together(weights, torch.bfloat16)
+    assert cast_together(weights, torch.float32) is weights
     assert all(torch.equal(ours, weight.bfloat16()) for ours, weight in zip(cast, weights, strict=True))
     assert [ours.stride() for ours in cast] == [weight.stride() for weight in weights]
     (cast[0].square().sum() + cast[2].sum()).backward()
@@ -328,8 +301,3 @@ def test_a_frozen_weight_stays_frozen() -> None:
     (trained + frozen).sum().backward()
     assert weights[0].grad is not None
     assert weights[1].grad is None
-
-
-def test_what_has_the_dtype_already_is_left_alone() -> None:
-    weights = [nn.Parameter(torch.ones(2, 2))]
-    assert cast_together(weights, torch.float32) is weights

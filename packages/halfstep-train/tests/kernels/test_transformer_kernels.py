@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep_train.kernels import transformer_triton as kernels
+from halfstep_train.kernels.attention_triton import attention_backward
 from halfstep_train.kernels.transformer_chain import sum_partials
 
 SIZES = [(1, 8), (7, 24), (37, 32), (50, 40)]
@@ -49,15 +50,17 @@ def test_gelu_hands_nan_on() -> None:
     assert gelu_of(torch.tensor([[float("nan"), 1.0]])).isnan().tolist() == [[True, False]]
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("by_tanh", [False, True])
 @pytest.mark.parametrize(("rows", "dim"), SIZES)
-def test_gelu_of_a_sum_with_its_bias_and_all_gradients(rows: int, dim: int) -> None:
+def test_gelu_of_a_sum_with_its_bias_and_all_gradients(rows: int, dim: int, by_tanh: bool) -> None:
     raw, bias, d_out = random(rows, dim) * 2, random(dim, seed=1), random(rows, dim, seed=2)
     x, b = raw.double().requires_grad_(), bias.double().requires_grad_()
-    y = F.gelu(x + b)
+    y = F.gelu(x + b, approximate="tanh" if by_tanh else "none")
     d_x, d_b = torch.autograd.grad(y, (x, b), d_out.double())
     out, again, d_raw = torch.empty(3, rows, dim).unbind()
-    kernels.gelu(raw, bias, out)
-    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again)
+    kernels.gelu(raw, bias, out, by_tanh=by_tanh)
+    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again, by_tanh=by_tanh)
     assert torch.equal(out, again)
     assert_near(out, y.detach())
     assert_near(d_raw, d_x, 5e-6)
@@ -125,19 +128,53 @@ def test_three_gradients_side_by_side_from_any_layout(
     assert_near(sum_partials(partials), exact.double().sum((0, 1)))
 
 
+# --- gradients of attention over few tokens, on numbers of tokens that fill no tile ---
+
+SHAPES = [(2, 5, 2, 16), (1, 17, 3, 16), (1, 33, 1, 32), (1, 130, 1, 16)]
+"""Batch, tokens, heads, channels of a head: less than a tile, more than one, more keys than one tile holds."""
+
+
+def exact(qkv: Tensor, d_out: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, logarithms of rows' sums, and the gradient, by torch in fp64."""
+    qkv = qkv.double().requires_grad_()
+    q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    (d_qkv,) = torch.autograd.grad(out, qkv, d_out.double())
+    log_sum = torch.logsumexp(q @ k.transpose(2, 3) * q.shape[3] ** -0.5, 3)
+    return out.detach(), log_sum.detach(), d_qkv
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "head", "dtype", "bound"),
+    [(*shape, *((torch.float32, 2e-6), (torch.float16, 2e-3))[k % 2]) for k, shape in enumerate(SHAPES)],
+)
+def test_gradients_and_their_sums(
+    batch: int, tokens: int, heads: int, head: int, dtype: torch.dtype, bound: float
+) -> None:
+    qkv = random(batch, tokens, 3 * heads * head).to(dtype)
+    d_out = random(batch, tokens, heads * head, seed=1).to(dtype)
+    out, log_sum, exact_gradient = exact(qkv, d_out, heads)
+    d_qkv, partials = attention_backward(d_out, qkv, out.to(dtype), log_sum.float())
+    assert all(error(*pair) < bound for pair in zip(d_qkv.chunk(3, 2), exact_gradient.chunk(3, 2), strict=True))
+    of_queries, of_keys, of_values = partials.sum(0).chunk(3)
+    sums = exact_gradient.sum((0, 1)).chunk(3)
+    assert error(of_queries, sums[0]) < 3 * bound
+    assert not of_keys.any()
+    assert error(of_values, sums[2]) < bound
+    assert sums[1].abs().max() < 1e-14 * tokens * batch
+
+
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize(("rows", "dim"), [(5, 16), (33, 40)])
-def test_gelu_by_tanh_and_all_its_gradients(rows: int, dim: int) -> None:
-    raw, bias, d_out = random(rows, dim, seed=1) * 3, random(dim, seed=2), random(rows, dim, seed=3)
-    x, b = raw.double().requires_grad_(), bias.double().requires_grad_()
-    y = F.gelu(x + b, approximate="tanh")
-    y.backward(d_out.double())
-    out, d_raw, again = torch.empty_like(raw), torch.empty_like(raw), torch.empty_like(raw)
-    kernels.gelu(raw, bias, out, by_tanh=True)
-    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again, by_tanh=True)
-    assert x.grad is not None
-    assert b.grad is not None
-    torch.testing.assert_close(out.double(), y.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(d_raw.double(), x.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(partials.sum(0).double()[:dim], b.grad, rtol=1e-5, atol=1e-5)
-    assert torch.equal(out, again)
+@pytest.mark.parametrize("scale", [30.0, -30.0])
+def test_scores_far_from_zero_are_handled(scale: float) -> None:
+    """All scores of a row near 1000 or -1000: exp of one of them alone is not a number."""
+    qkv, d_out = random(1, 6, 48), random(1, 6, 16, seed=1)
+    qkv[:, :, :16] = qkv[:, :, :16] * 0.01 + scale
+    qkv[:, :, 16:32] = qkv[:, :, 16:32] * 0.01 + 10
+    out, log_sum, exact_gradient = exact(qkv, d_out, 1)
+    d_qkv, _ = attention_backward(d_out, qkv, out.float(), log_sum.float())
+    assert error(d_qkv, exact_gradient) < 1e-3  # scores near 1000 are rounded by 6e-5

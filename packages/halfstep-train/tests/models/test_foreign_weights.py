@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 
 from halfstep.errors import ModelError
 from halfstep_train.models.vit import ViT, ViTSize
 from halfstep_train.models.weights import load_weights_, read_weights
 from halfstep_train.workloads.classification.build import load_classifier_
-from halfstep_train.workloads.classification.resnet import Bottleneck, ResNet
+from halfstep_train.workloads.classification.resnet import BasicBlock, Bottleneck, ResNet
 
 DIM, MLP, CLASSES = 8, 16, 3
 
@@ -25,6 +27,10 @@ DIM, MLP, CLASSES = 8, 16, 3
 def tiny_vit() -> ViT:
     size = ViTSize(depth=2, heads=2, dim=DIM, mlp_dim=MLP, patch=8)
     return ViT(size, num_classes=CLASSES, image_size=16)
+
+
+def tiny_resnet(block: type[BasicBlock] | type[Bottleneck]) -> ResNet:
+    return ResNet(block, (1, 2), num_classes=CLASSES, width=4)
 
 
 def small() -> nn.Sequential:
@@ -49,76 +55,66 @@ def timm_vit() -> dict[str, Tensor]:
     return filled(shapes | pairs("norm", DIM) | pairs("head", CLASSES, DIM))
 
 
-def hf_vit() -> dict[str, Tensor]:
-    """As released."""
-    start = "vit.embeddings"
-    shapes = {f"{start}.cls_token": (1, 1, DIM), f"{start}.position_embeddings": (1, 5, DIM)}
-    shapes |= pairs(f"{start}.patch_embeddings.projection", DIM, 3, 8, 8)
-    for layer in ("vit.encoder.layer.0", "vit.encoder.layer.1"):
-        shapes |= pairs(f"{layer}.layernorm_before", DIM) | pairs(f"{layer}.layernorm_after", DIM)
-        for part in ("query", "key", "value"):
-            shapes |= pairs(f"{layer}.attention.attention.{part}", DIM, DIM)
-        shapes |= pairs(f"{layer}.attention.output.dense", DIM, DIM)
-        shapes |= pairs(f"{layer}.intermediate.dense", MLP, DIM) | pairs(f"{layer}.output.dense", DIM, MLP)
-    return filled(shapes | pairs("vit.layernorm", DIM) | pairs("classifier", CLASSES, DIM))
+def hugging_face_vit() -> Any:
+    sizes = {"hidden_size": DIM, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": MLP}
+    shape = {"image_size": 16, "patch_size": 8, "num_labels": CLASSES, "layer_norm_eps": 1e-6}
+    return randomise(ViTForImageClassification(ViTConfig(**sizes, **shape)))
 
 
-def hf_vit_in_memory() -> dict[str, Tensor]:
-    """As version 5 names them in `state_dict()`."""
-    names = {
-        "vit.encoder.layer.": "vit.layers.", "attention.attention.query": "attention.q_proj",
-        "attention.attention.key": "attention.k_proj", "attention.attention.value": "attention.v_proj",
-        "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2",
-    }  # fmt: skip
-    found = {}
-    for name, tensor in hf_vit().items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        found[name] = tensor
-    return found
+def hugging_face_resnet(kind: str, width: int) -> Any:
+    """One block and two of twice the width."""
+    return randomise(
+        ResNetForImageClassification(
+            ResNetConfig(
+                embedding_size=4, hidden_sizes=[width, 2 * width], depths=[1, 2], layer_type=kind, num_labels=CLASSES
+            )
+        )
+    )
 
 
-def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
-    parts = ("weight", "bias", "running_mean", "running_var")
-    return {f"{name}.{part}": (channels,) for part in parts} | {f"{name}.num_batches_tracked": ()}
-
-
-def hf_resnet() -> dict[str, Tensor]:
-    """One bottleneck of width 4 and two of width 8."""
-    shapes = {"resnet.embedder.embedder.convolution.weight": (4, 3, 7, 7)}
-    shapes |= norm("resnet.embedder.embedder.normalization", 4)
-    for stage, layer, width, before in ((0, 0, 4, 4), (1, 0, 8, 16), (1, 1, 8, 32)):
-        block = f"resnet.encoder.stages.{stage}.layers.{layer}"
-        if layer == 0:
-            shapes[f"{block}.shortcut.convolution.weight"] = (4 * width, before, 1, 1)
-            shapes |= norm(f"{block}.shortcut.normalization", 4 * width)
-        sizes = [(width, before, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-        for number, size in enumerate(sizes):
-            shapes[f"{block}.layer.{number}.convolution.weight"] = size
-            shapes |= norm(f"{block}.layer.{number}.normalization", size[0])
-    return filled(shapes | pairs("classifier.1", CLASSES, 32))
+def randomise(model: Any) -> Any:
+    """Give every tensor values of its own: equal ones would hide a mistake."""
+    torch.manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.1 if "running_var" in name else -0.5, 0.5)
+    return model.eval()
 
 
 @pytest.mark.parametrize("wrap", ["", "model.", "module.backbone.", "_orig_mod.net.", "student.visual."])
-@pytest.mark.parametrize("theirs", [timm_vit, hf_vit, hf_vit_in_memory])
-def test_other_projects_vit_loads_whole(theirs: Callable[[], dict[str, Tensor]], wrap: str) -> None:
+def test_timms_vit_loads_whole(wrap: str) -> None:
     """Loading refuses a name that is missing or left over, so that it succeeds says that all were found."""
-    model, weights = tiny_vit(), theirs()
+    model, weights = tiny_vit(), timm_vit()
     load_classifier_(model, {f"{wrap}{k}": v for k, v in weights.items()}, source="x", replace_head=False)
     values = list(weights.values())
-    own = model.state_dict()
-    assert all(
-        any(torch.equal(tensor, value) for value in values) for name, tensor in own.items() if "in_proj" not in name
-    )
-    assert torch.equal(own["conv_proj.weight"], values[2])
-    if theirs is not timm_vit:
-        layer = "vit.encoder.layer.1.attention.attention"
-        rows = [hf_vit()[f"{layer}.{part}.weight"] for part in ("query", "key", "value")]
-        assert torch.equal(own["encoder.layers.encoder_layer_1.self_attention.in_proj_weight"], torch.cat(rows))
+    assert all(any(torch.equal(tensor, value) for value in values) for tensor in model.state_dict().values())
+    assert torch.equal(model.conv_proj.weight, values[2])
 
 
-def test_a_headless_vit_of_hugging_face_starts_a_new_head() -> None:
-    body = {name.removeprefix("vit."): value for name, value in hf_vit().items() if not name.startswith("classifier")}
+@pytest.mark.parametrize("is_released", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (tiny_vit, hugging_face_vit),
+        (lambda: tiny_resnet(Bottleneck), lambda: hugging_face_resnet("bottleneck", 16)),
+        (lambda: tiny_resnet(BasicBlock), lambda: hugging_face_resnet("basic", 4)),
+    ],
+    ids=["vit", "resnet50", "resnet18"],
+)
+def test_hugging_faces_weights_compute_the_same(ours: Any, theirs: Any, is_released: bool, tmp_path: Path) -> None:
+    """transformers names them differently in released files than in `state_dict()`."""
+    model, original = ours(), theirs()
+    original.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") if is_released else original.state_dict()
+    load_classifier_(model, weights, source="x", replace_head=False)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(images), original(images).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_headless_vit_of_hugging_face_starts_a_new_head(tmp_path: Path) -> None:
+    hugging_face_vit().vit.save_pretrained(tmp_path)
+    body = load_file(tmp_path / "model.safetensors")
     pooler = filled(pairs("pooler.dense", DIM, DIM))
     model = tiny_vit()
     load_classifier_(model, body | pooler, source="x", replace_head=True)
@@ -126,14 +122,6 @@ def test_a_headless_vit_of_hugging_face_starts_a_new_head() -> None:
     with pytest.raises(ModelError) as caught:
         load_classifier_(tiny_vit(), body, source="x", replace_head=False)
     assert "the file lacks heads.head.weight" in caught.value.why
-
-
-def test_hugging_faces_resnet_loads_whole() -> None:
-    model, weights = ResNet(Bottleneck, (1, 2), num_classes=CLASSES, width=4), hf_resnet()
-    load_classifier_(model, weights, source="x", replace_head=False)
-    block = "resnet.encoder.stages.1.layers.1.layer"
-    assert torch.equal(model.state_dict()["layer2.1.conv3.weight"], weights[f"{block}.2.convolution.weight"])
-    assert torch.equal(model.state_dict()["layer2.1.bn1.running_var"], weights[f"{block}.0.normalization.running_var"])
 
 
 def test_timms_layer_scale_is_refused_by_a_model_without_it() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.recompute import set_recompute
-from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, build_gpt2
+from halfstep_train.models import initial_values
+from halfstep_train.models.initial_values import draw_normal_, make_bare, skip_initialisation
+from halfstep_train.workloads.language.gpt2 import GPT2, GPT2Size, build_gpt2
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2, to_transformers
 
 SMALL: dict[str, Any] = {"depth": 2, "heads": 2, "dim": 16, "context": 12, "vocab": 70}
@@ -43,19 +46,13 @@ def theirs(folder: Path) -> Any:
     return transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
 
 
-def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path) -> None:
-    model = small().eval()
+@pytest.mark.parametrize("bias", [True, False])
+def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path, bias: bool) -> None:
+    model = small(bias=bias).eval()
     save(model, tmp_path)
     tokens = ids()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tmp_path)(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_without_biases_is_saved_with_zeros(tmp_path: Path) -> None:
-    model = small(bias=False).eval()
-    save(model, tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tmp_path)(ids()).logits, model(ids()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_of_transformers_loads_and_gives_its_logits_and_loss(tmp_path: Path) -> None:
@@ -157,16 +154,6 @@ def test_an_output_layer_of_its_own_and_other_models_are_refused(tmp_path: Path)
         load_gpt2_(small(), tmp_path / "resnet.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("gpt2", 124_439_808), ("gpt2_medium", 354_823_168), ("gpt2_large", 774_030_080)]
-)
-def test_the_published_sizes(name: str, count: int) -> None:
-    with torch.device("meta"):
-        model = build_gpt2(name)
-    padding = (50304 - 50257) * GPT2S[name].dim
-    assert sum(parameter.numel() for parameter in model.parameters()) - padding == count
-
-
 def test_the_loss_is_that_of_the_logits_and_the_padded_tokens_have_no_chance() -> None:
     model, targets = small(), ids(1)
     targets[0, :5] = -1
@@ -183,20 +170,6 @@ def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> N
         pieces = [model.compute_next_logits(piece, memories) for piece in tokens.split([4, 1, 3, 1, 3], dim=1)]
     for found, end in zip(pieces, (3, 4, 7, 8, 11), strict=True):
         torch.testing.assert_close(found, whole[:, end], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("how", ["blocks", "alternate", "pointwise"])
-def test_recomputing_draws_the_same_dropout_again(how: Any) -> None:
-    gradients = []
-    for setting in ("none", how):
-        model = small(dropout=0.5)
-        set_recompute(model, setting)
-        torch.manual_seed(3)
-        model(ids(), ids(1)).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert plain is not None
-        torch.testing.assert_close(plain, recomputed, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow  # compiles the whole model
@@ -268,3 +241,77 @@ def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value
 def test_a_model_without_an_end_says_so_to_transformers(tmp_path: Path) -> None:
     save(small(), tmp_path)
     assert theirs(tmp_path).config.eos_token_id is None
+
+
+# --- initial values depend on the seed alone, not on threads, and are drawn only where they are used ---
+
+SIZE = GPT2Size(depth=2, heads=2, dim=64, context=32, vocab=300)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+def drawn(seed: int, num_threads: int = 1) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(seed)
+    return GPT2(SIZE).state_dict()
+
+
+def test_values_follow_from_the_seed_and_not_from_the_threads(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_values, "DRAWN_AT_ONCE", 1000)  # many pieces for each weight
+    one, three, other = drawn(0), drawn(0, num_threads=3), drawn(1)
+    assert all(torch.equal(one[name], three[name]) for name in one)
+    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+def test_gpt2_has_its_published_deviations(threads: None) -> None:
+    values = drawn(0)
+    within_branch, last = values["transformer.h.0.mlp.c_fc.weight"], values["transformer.h.1.mlp.c_proj.weight"]
+    # 16,384 values: the standard error of a deviation is 0.55 %.
+    assert within_branch.std() == pytest.approx(0.02, rel=0.03)
+    assert last.std() == pytest.approx(0.02 / math.sqrt(2 * SIZE.depth), rel=0.03)
+    assert abs(within_branch.mean()) < 4 * 0.02 / math.sqrt(within_branch.numel())
+    assert not values["transformer.wte.weight"][SIZE.vocab :].any()
+    assert not values["transformer.h.0.attn.c_attn.bias"].any()
+    assert values["transformer.ln_f.weight"].eq(1).all()
+
+
+def test_no_two_pieces_or_weights_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_values, "DRAWN_AT_ONCE", 100)
+    weights = [torch.empty(300), torch.empty(300)]
+    draw_normal_([(weight, 1.0) for weight in weights])
+    pieces = [piece for weight in weights for piece in weight.split(100)]
+    assert len({tuple(piece.tolist()) for piece in pieces}) == 6
+
+
+def test_weights_of_another_dtype_are_drawn_as_well() -> None:
+    torch.manual_seed(0)
+    draw_normal_([(half := torch.zeros(500, dtype=torch.bfloat16), 0.5)])
+    torch.manual_seed(0)
+    draw_normal_([(whole := torch.zeros(500), 0.5)])
+    assert torch.equal(half, whole.bfloat16())
+
+
+def test_nothing_is_drawn_where_weights_are_loaded_anyway() -> None:
+    weight = torch.full((10,), 7.0)
+    before = torch.get_rng_state()
+    with skip_initialisation():
+        draw_normal_([(weight, 1.0)])
+    assert weight.eq(7.0).all()
+    assert torch.equal(torch.get_rng_state(), before)
+    draw_normal_([(weight, 1.0)])
+    assert not weight.eq(7.0).any()
+
+
+def test_a_bare_layer_is_of_its_own_class_and_where_layers_are_being_made() -> None:
+    layer = make_bare(nn.Linear, 4, 3, bias=False)
+    assert type(layer) is nn.Linear
+    assert (layer.weight.shape, layer.weight.device.type, layer.bias) == ((3, 4), "cpu", None)
+    assert layer.weight.requires_grad
+    with torch.device("meta"):
+        assert make_bare(nn.Linear, 4, 3).weight.is_meta
+        GPT2(SIZE)  # has nothing to fill

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from golden import assert_golden, golden
 from halfstep.errors import ConfigError
 from halfstep_train.workloads import load
 from halfstep_train.workloads.diffusion.config import NoiseConfig
@@ -25,7 +22,6 @@ from halfstep_train.workloads.diffusion.noise_schedule import (
 )
 from halfstep_train.workloads.slots.dvae import hash_bits, make_gumbel_noise
 
-GOLDEN = os.environ.get("HALFSTEP_GOLDEN")
 T = torch.tensor([0, 1, 5, 9, 10, 50, 500, 999])
 
 
@@ -36,11 +32,9 @@ def alpha_bar_of(name: str, **more: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", ["linear", "scaled_linear"])
 def test_golden_noise_targets_and_weights(name: str) -> None:
-    if not GOLDEN:
-        pytest.skip("golden data: set HALFSTEP_GOLDEN to the folder that holds them")
-    golden = load_file(str(Path(GOLDEN) / "diffusers_tiny.safetensors"))
-    gamma = json.loads((Path(GOLDEN) / "diffusers_tiny.json").read_text())["config"]["gamma"]
-    x0, eps, alpha_bar = golden["in/x0"], golden["in/eps"], alpha_bar_of(name)[golden["in/t"]]
+    tensors, facts = golden("diffusers_tiny")
+    gamma, x0, eps = facts["config"]["gamma"], tensors["in/x0"], tensors["in/eps"]
+    alpha_bar = alpha_bar_of(name)[tensors["in/t"]]
     signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
     found = {
         "x_t": add_noise(x0, eps, signal, sigma),
@@ -50,8 +44,7 @@ def test_golden_noise_targets_and_weights(name: str) -> None:
         "min_snr_v": make_loss_weights(alpha_bar, "v", gamma),
     }
     for key, value in found.items():
-        expected = golden[f"{name}/{key}"]
-        torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * float(expected.abs().max()), msg=key)
+        assert_golden(value, tensors[f"{name}/{key}"], name=key)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

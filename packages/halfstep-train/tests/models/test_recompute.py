@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,24 @@ from halfstep.recompute import COMPUTE_BOUND_TERMS, Recompute, get_recompute, se
 from halfstep_train.kernels.fast_forms import force
 from halfstep_train.models.vit import build_vit
 from halfstep_train.workloads.classification.resnet import build_resnet
+from halfstep_train.workloads.language.gpt2 import GPT2, build_gpt2
+from halfstep_train.workloads.radio.swin import SwinPyramid
+from halfstep_train.workloads.radio.unet import RadioUNet
 from halfstep_train.workloads.segmentation.unet import UNet
+
+
+def build_radio_unet() -> RadioUNet:
+    swin = SwinPyramid(dim=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
+    return RadioUNet(swin, dim=8, multipliers=(1, 2), latent_size=(16, 16), dropout=0.0)
+
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": lambda: UNet(base_channels=4, depth=2),
     "unet-bilinear": lambda: UNet(base_channels=4, depth=2, bilinear=True),
     "resnet": lambda: build_resnet("resnet50", blocks=(1, 1), width=4, num_classes=3),
     "vit": lambda: build_vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3),
+    "gpt2": lambda: build_gpt2("gpt2", depth=2, heads=2, dim=16, context=12, vocab=70, dropout=0.5),
+    "radio": build_radio_unet,
 }
 HOW: list[Recompute] = ["pointwise", "alternate", "blocks"]
 WIDTH = 24
@@ -33,8 +45,19 @@ def image() -> Tensor:
     return torch.randn(2, 3, 16, 16)
 
 
-def step(run: Callable[[Tensor], Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    run(image()).square().mean().backward()
+def inputs(model: nn.Module) -> tuple[Tensor, ...]:
+    if isinstance(model, GPT2):
+        return (torch.arange(24).view(2, 12),)
+    if isinstance(model, RadioUNet):
+        return torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.randn(2, 3, 64, 64)
+    return (image().to(memory_format=torch.channels_last),)
+
+
+def step(run: Callable[..., Any], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    torch.manual_seed(3)
+    outputs = run(*inputs(model))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(output.square().mean() for output in outputs).backward()
     return model.state_dict(), {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -82,18 +105,17 @@ def test_two_forwards_under_one_autocast_are_recomputed_although_its_cache_is_go
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
 
 
+SLOW = [(name, how) for name in ("unet", "resnet", "vit") for how in ("none", "blocks")]
+SLOW += [("unet", "pointwise"), ("vit", "alternate")]
+
+
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param("unet", "pointwise", marks=pytest.mark.slow),
-        ("vit", "pointwise"),
-        pytest.param("vit", "alternate", marks=pytest.mark.slow),
-    ],
+    ("name", "how"), [("vit", "pointwise"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, how: Recompute) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
-    plain = MODELS[name]()
+    plain = MODELS[name]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = copy.deepcopy(plain)
     set_recompute(model, how)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)

@@ -172,7 +172,6 @@ def flip(path: Path) -> None:
 WEIGHT = "state.model.0.weight"
 TAMPERED = {
     "no first shard": (lambda f: (f / name_file(0)).unlink(), "rank-00000.safetensors is missing"),
-    "no last shard": (lambda f: (f / name_file(1)).unlink(), "rank-00001.safetensors is missing"),
     "foreign": (
         lambda f: shutil.copy(f.parent / "of another" / name_file(1), f / name_file(1)),
         "rank-00001.safetensors (belongs to another save|has)",
@@ -199,12 +198,7 @@ TAMPERED = {
         f"slices of {WEIGHT} leave an overlap at 3 of 7",
     ),
     "one rank fewer": (lambda f: edit(f, lambda m: m.update(ranks=1)), "one file for each of 1 ranks: it lists 2"),
-    "a billion ranks": (
-        lambda f: edit(f, lambda m: m.update(ranks=10**9)),
-        "one file for each of 1000000000 ranks: it lists 2",
-    ),
     "no mesh": (lambda f: edit(f, lambda m: m.update(mesh="x")), "TypeError"),
-    "a number as mesh": (lambda f: edit(f, lambda m: m.update(mesh=3)), "ValueError"),
     "another shape": (
         lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["shape"].__setitem__(1, 5)),
         f"manifest and rank-00000.safetensors differ in {WEIGHT}",

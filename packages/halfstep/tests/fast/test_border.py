@@ -111,22 +111,15 @@ def list_places(is_pure: bool) -> list[tuple[str, int]]:
     return sorted({(name, number) for name, count in plain.calls.items() for number in (1, count // 2 + 1)})
 
 
-@pytest.mark.slow  # each call at which an error is raised needs a training of its own
+# Each call at which an error is raised needs a training of its own.
+@pytest.mark.parametrize(
+    "every", [pytest.param(8, marks=pytest.mark.slow, id="some"), pytest.param(1, marks=pytest.mark.soak, id="all")]
+)
 @pytest.mark.parametrize("is_pure", [True, False], ids=["pure", "with side effects"])
-def test_an_error_at_some_calls_changes_nothing(is_pure: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    raise_at(list_places(is_pure)[::8], is_pure, capsys)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("is_pure", [True, False], ids=["pure", "with side effects"])
-def test_an_error_at_any_call_changes_nothing(is_pure: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    raise_at(list_places(is_pure), is_pure, capsys)
-
-
-def raise_at(places: list[tuple[str, int]], is_pure: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_at_calls_changes_nothing(is_pure: bool, every: int, capsys: pytest.CaptureFixture[str]) -> None:
     expected, _ = train("off", is_pure=is_pure)
     wrong = []
-    for name, number in places:
+    for name, number in list_places(is_pure)[::every]:
         plant = RaiseAt(name, number)
         capsys.readouterr()
         try:

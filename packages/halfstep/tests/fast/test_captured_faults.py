@@ -1,8 +1,10 @@
-"""Faults that captured steps had: each loop trains like fast="off", bit for bit, captured or eager with a reason."""
+"""Captured steps train like fast="off", bit for bit, or stay eager and name the reason: loops that once had a fault,
+features of hs.Step, Python values of every kind, and casts of shared weights. tests/gpu has the same on a GPU."""
 
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import captured_features
 import halfstep as hs
+import planted_faults
+import python_values
+import shared_casts
 from captured_faults import (
     LOOPS,
     Loop,
@@ -28,11 +34,14 @@ from captured_faults import (
     make_net,
     train,
 )
+from fake_driver import make_hardware
 from halfstep.fast import certificate, compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.fast.certificate import ReplayDiffers, StateCopy, StepState
 from halfstep.fast.fast_path import FastPath
 from halfstep.fast.windows import Promise
+from halfstep.own_loop import step as own_step
+from planted_faults import WriteOnTheSide, assert_found_before_use, assert_found_by_check, edit_replays
 from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 from tiny_training import make_step
 
@@ -52,6 +61,28 @@ def test_loops_train_like_eager_ones(name: str, capsys: pytest.CaptureFixture[st
     found = assert_same(name, CPU)
     lines = [line for line in capsys.readouterr().err.splitlines() if "eagerly" in line]
     assert lines == ([f"halfstep: runs eagerly, not captured: {found.why_eager}"] if found.why_eager else [])
+
+
+@pytest.mark.filterwarnings("ignore:.*is not fused")
+@pytest.mark.parametrize("name", captured_features.FEATURES)
+def test_features_of_steps_with_a_bad_one_among_them(name: str) -> None:
+    captured_features.assert_same(name, CPU)
+
+
+def test_muon_follows_a_learning_rate_written_by_hand() -> None:
+    captured_features.assert_muon_follows_rates(CPU)
+
+
+@pytest.mark.parametrize("name", python_values.CASES)
+def test_captured_steps_follow_python_values(name: str) -> None:
+    python_values.assert_same(name, CPU)
+
+
+@pytest.mark.parametrize("name", shared_casts.CASES)
+def test_weights_used_several_times_in_half_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Most CPUs emulate bf16, and a plan would fall back to fp32.
+    monkeypatch.setattr(own_step, "probe", lambda device: make_hardware("cpu", bf16="native"))
+    shared_casts.assert_same(name, CPU)
 
 
 @pytest.mark.parametrize(
@@ -382,3 +413,49 @@ def test_an_eager_step_imports_nothing_more_of_torchs_compiler() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.split() == []
+
+
+# --- faults are found before a graph is used, or by a check while training goes on ---
+
+
+def test_without_a_fault_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, said = planted_faults.train(CPU, monkeypatch, planted_faults.get_loss, dropout=0.3)
+    assert (step.mode, said) == ("graph", [])
+    assert step.certificate.num_checks >= 3
+    assert "checked" in str(step.certificate)
+
+
+def test_python_code_that_no_guard_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFSTEP_TEST_FACTOR", "1.0")
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return planted_faults.get_loss(model, batch) * float(os.environ["HALFSTEP_TEST_FACTOR"])
+
+    change = lambda model: monkeypatch.setenv("HALFSTEP_TEST_FACTOR", "3.0")  # noqa: E731
+    step, said = planted_faults.train(CPU, monkeypatch, loss_of, change)
+    if said:
+        assert_found_by_check(step, said)
+        return
+    # This version of torch guards the variable: then the replays must have followed it.
+    monkeypatch.setenv("HALFSTEP_TEST_FACTOR", "1.0")
+    captures = fast.CAPTURES.pop("cpu")
+    eager, _ = planted_faults.train(CPU, monkeypatch, loss_of, change)
+    fast.CAPTURES["cpu"] = captures
+    assert (step.mode, eager.mode) == ("graph", "eager")
+    assert all(map(torch.equal, step._step.model.parameters(), eager._step.model.parameters()))
+
+
+def test_random_numbers_at_a_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    with edit_replays(monkeypatch, CPU, lambda replay: torch.rand(3)):
+        assert_found_before_use(*planted_faults.train(CPU, monkeypatch, planted_faults.get_loss, dropout=0.5))
+
+
+def test_a_tensor_changed_on_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    with edit_replays(monkeypatch, CPU, WriteOnTheSide()):
+        step, said = planted_faults.train(CPU, monkeypatch, planted_faults.get_loss)
+    assert_found_by_check(step, said)
+
+
+def test_a_declared_operator_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, said = planted_faults.train(CPU, monkeypatch, planted_faults.get_scaled_loss)
+    assert (step.mode, said) == ("graph", [])

@@ -135,11 +135,11 @@ def assert_same(one: Training, other: Training) -> None:
 
 
 def train_both(
-    num_steps: int = NUM_STEPS, make: Callable[[], nn.Module] = Net, **options: Any
+    num_steps: int = NUM_STEPS, make: Callable[[], nn.Module] = Net, kind: type[Training] = Training, **options: Any
 ) -> tuple[Training, Training]:
     """Train with compiled parts and with fast="off"."""
     run = {name: options.pop(name) for name in ("bad", "num_batches") if name in options}
-    found, expected = Training(make=make, **options), Training("off", make=make, **options)
+    found, expected = kind(make=make, **options), kind("off", make=make, **options)
     found.run(num_steps, **run)
     expected.run(num_steps, **run)
     return found, expected
@@ -271,20 +271,31 @@ def raise_in_forward(code: Code) -> Code:
     return run
 
 
-class RaiseInBackward(torch.autograd.Function):
+class EditGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edit: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.edit = edit
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.edit(gradient), None
+
+
+def edit_gradients(code: Code, edit: Callable[[Tensor], Tensor]) -> Code:
+    return lambda *inputs: edit_tensors(
+        lambda one: EditGradient.apply(one, edit) if one.requires_grad else one,  # type: ignore[no-untyped-call]
+        code(*inputs),
+    )
+
+
+def raise_in_backward(code: Code) -> Code:
+    def fail(gradient: Tensor) -> Tensor:
         if Broken.is_now:
             torch.autograd.grad(torch.zeros(()), gradient)  # raised by torch's Python code
         return gradient
 
-
-def raise_in_backward(code: Code) -> Code:
-    return lambda *inputs: edit_tensors(lambda o: RaiseInBackward.apply(o) if o.requires_grad else o, code(*inputs))  # type: ignore[no-untyped-call]
+    return edit_gradients(code, fail)
 
 
 @pytest.mark.parametrize("edit", [raise_in_forward, raise_in_backward])
@@ -306,18 +317,8 @@ def make_wrong(code: Code) -> Code:
     return lambda *inputs: edit_tensors(lambda o: o * 1.01 if o.is_floating_point() else o, code(*inputs))
 
 
-class WrongBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * 1.01
-
-
 def make_wrong_backward(code: Code) -> Code:
-    return lambda *inputs: edit_tensors(lambda o: WrongBackward.apply(o) if o.requires_grad else o, code(*inputs))  # type: ignore[no-untyped-call]
+    return edit_gradients(code, lambda gradient: gradient * 1.01)
 
 
 def draw_more(code: Code) -> Code:
@@ -463,8 +464,7 @@ def test_gradient_penalties_stay_eager() -> None:
             return super().loss(batch) + gradient.square().mean()
 
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
-    found, expected = Penalty(make=make), Penalty("off", make=make)
-    found.run(), expected.run()
+    found, expected = train_both(make=make, kind=Penalty)
     assert found.step.mode == "eager"
     assert "loss_fn takes a gradient itself" in found.step._fast.why_eager
     assert_same(found, expected)
@@ -492,8 +492,7 @@ def test_weights_without_a_gradient_get_no_decay(num_pooled: int) -> None:
             loss = F.cross_entropy(logits, batch[1])
             return loss + self.kept.square().mean() if self.number < num_pooled else loss
 
-    found, expected = Pooled(make=TwoHeads), Pooled("off", make=TwoHeads)
-    found.run(20), expected.run(20)
+    found, expected = train_both(20, make=TwoHeads, kind=Pooled)
     assert found.is_at(Stage.USED)
     assert found.model.pooler.weight.grad is None
     assert_same(found, expected)
@@ -515,8 +514,7 @@ class Lengths(Training):
 def test_more_lengths_than_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))  # noqa: E731
-    found, expected = Lengths(make=make), Lengths("off", make=make)
-    found.run(50, bad=[46]), expected.run(50, bad=[46])
+    found, expected = train_both(50, make, Lengths, bad=[46])
     assert "shapes without a graph are compiled in parts" in capsys.readouterr().err
     assert (found.step.mode, found.stage) == ("graph", Stage.USED)
     parts = found.step._fast.parts.parts
@@ -635,8 +633,7 @@ def test_inductor_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             loss: Tensor = self.model(batch[0]).square().mean()
             return loss * 0.5 if loss.item() > 100 else loss
 
-    found, expected = Read(make=make), Read("off", make=make)
-    found.run(12), expected.run(12)
+    found, expected = train_both(12, make=make, kind=Read)
     assert (found.step.mode, found.step.committed) == ("compile", 12)
     for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # AdamW divides by gradients near 0

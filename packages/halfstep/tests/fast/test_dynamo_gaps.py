@@ -46,6 +46,12 @@ def test_the_users_own_compiler_is_as_it_was() -> None:
         refused(torch.ones(()))
 
 
+def trace(run: Any) -> torch.fx.GraphModule:
+    graphs: list[torch.fx.GraphModule] = []
+    torch.compile(run, backend=lambda module, _: graphs.append(module) or module, fullgraph=True)(torch.ones(2))
+    return graphs[0]
+
+
 @pytest.mark.parametrize(
     ("condition", "truth"),
     [
@@ -65,37 +71,24 @@ def test_the_users_own_compiler_is_as_it_was() -> None:
     ],
 )
 def test_only_certain_branches_are_decided(condition: Any, truth: bool | None) -> None:
-    graphs = list[torch.fx.GraphModule]()
-
-    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    run: Any = torch.compile(condition, backend=keep, fullgraph=True)
-    run(torch.ones(2))
-    outputs: Any = graphs[0].graph.output_node().args[0]
+    outputs: Any = trace(condition).graph.output_node().args[0]
     assert dynamo_gaps.find_truth(outputs[0]) is truth
 
 
 def test_draws_on_the_host_advance_its_generator() -> None:
     """Find what a model on a GPU draws on the CPU."""
-    graphs = list[torch.fx.GraphModule]()
 
     def draw(x: Tensor) -> Tensor:
         torch.rand([])
         torch.randint(0, 9, (3,))
         return x + 1
 
-    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    torch.compile(draw, backend=keep, fullgraph=True)(torch.ones(2))
+    graph = trace(draw)
     torch.manual_seed(0)
     draw(torch.ones(2))
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    assert not traced.find_host_draws(graphs[0], torch.device("cpu"))
-    for one in traced.find_host_draws(graphs[0], torch.device("cuda")):
+    assert not traced.find_host_draws(graph, torch.device("cpu"))
+    for one in traced.find_host_draws(graph, torch.device("cuda")):
         one()
     assert torch.equal(torch.get_rng_state(), state)

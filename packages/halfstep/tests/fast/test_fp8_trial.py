@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,21 +17,14 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("torchao.float8", reason="torchao is not installed: NOT tested against it")
 
 import halfstep as hs  # noqa: E402
+from fake_driver import ALL_NATIVE, make_hardware  # noqa: E402
 from halfstep.errors import ConfigError, HardwareError, PrecisionError  # noqa: E402
 from halfstep.fast import compiled_trial, fp8_trial  # noqa: E402
-from halfstep.hardware.device_facts import Hardware  # noqa: E402
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape  # noqa: E402
 from halfstep.precision.fp8 import read_torchao_settings  # noqa: E402
 from replay_stand_in import replays_on_cpu, try_compiled_code_at_once  # noqa: E402
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
-WITH_FP8 = Hardware(
-    kind="cpu",
-    device="cpu",
-    name="a CPU with fp8",
-    vendor="test",
-    support=MappingProxyType(dict.fromkeys(FORMATS, "native")),  # type: ignore[arg-type]
-)
+WITH_FP8 = make_hardware("cpu", **ALL_NATIVE)
 
 
 class Conv1D(nn.Module):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
+from pathlib import Path
 
 import pytest
+import torch
 
-from fake_driver import H100, NEOVERSE_N1, T4, XEON, FakeDriver
+from fake_driver import H100, NEOVERSE_N1, T4, TINY, XEON, FakeDriver
 from halfstep.errors import HardwareError
+from halfstep.hardware.cache import make_cache_key, measure_once
+from halfstep.hardware.clock import Stopwatch, Throughput
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Accelerator, Driver
+from halfstep.hardware.measure import measure
+from halfstep.hardware.memory import CLEAR_REFS, describe_memory, get_peak_memory_bytes, reset_peak
+from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe, probe_all
 
 
@@ -125,3 +134,153 @@ def test_this_machine_has_a_cpu_with_name_memory_and_formats() -> None:
     assert 0 < cpu.memory_free_bytes <= cpu.memory_total_bytes
     assert cpu.get_support("fp32") == cpu.get_support("fp64") == "native"
     assert cpu.driver
+
+
+# --- measurements are kept per device, driver and torch version; a broken cache never breaks detect ---
+
+
+class Counter:
+    """Measures on a fake T4 and counts how often."""
+
+    def __init__(self) -> None:
+        self.driver, self.count = FakeDriver(T4, speedups={"fp16": 5.0}), 0
+
+    def __call__(self, hardware: Hardware) -> Hardware:
+        self.count += 1
+        return measure(hardware, sizes=TINY, driver=self.driver)
+
+
+@pytest.fixture
+def t4() -> Hardware:
+    return probe(driver=FakeDriver(T4))
+
+
+def test_the_second_time_nothing_is_measured(tmp_path: Path, t4: Hardware) -> None:
+    counter = Counter()
+    first = measure_once(t4, tmp_path, counter)
+    again = measure_once(t4, tmp_path, counter)
+    assert counter.count == 1
+    assert again == first
+
+
+def test_fresh_measures_again(tmp_path: Path, t4: Hardware) -> None:
+    counter = Counter()
+    measure_once(t4, tmp_path, counter)
+    measure_once(t4, tmp_path, counter, fresh=True)
+    assert counter.count == 2
+
+
+def test_free_memory_is_that_of_now_and_not_of_the_cache(tmp_path: Path, t4: Hardware) -> None:
+    measure_once(t4, tmp_path, Counter())
+    fuller = dataclasses.replace(t4, memory_free_bytes=123)
+    assert measure_once(fuller, tmp_path, Counter()).memory_free_bytes == 123
+
+
+@pytest.mark.parametrize("field", ["name", "uuid", "driver", "torch_version"])
+def test_another_device_driver_or_torch_has_another_file(t4: Hardware, field: str) -> None:
+    assert make_cache_key(dataclasses.replace(t4, **{field: "other"})) != make_cache_key(t4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"capability": [1]}', "null", "\x00\xff"])
+def test_a_device_with_a_corrupt_file_is_measured_again(tmp_path: Path, t4: Hardware, content: str) -> None:
+    counter = Counter()
+    path = tmp_path / make_cache_key(t4)
+    path.write_text(content)
+    hardware = measure_once(t4, tmp_path, counter)
+    assert counter.count == 1
+    assert hardware.find_speedup("fp16") == pytest.approx(5.0)
+    measure_once(t4, tmp_path, counter)
+    assert counter.count == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_note(tmp_path: Path, t4: Hardware) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    hardware = measure_once(t4, in_the_way / "cache", Counter())
+    assert hardware.measurements
+    assert any("could not be stored" in note for note in hardware.notes)
+
+
+def test_what_was_only_looked_at_is_not_stored(tmp_path: Path, t4: Hardware) -> None:
+    busy = FakeDriver(T4, others="busy")
+    measure_once(t4, tmp_path, lambda hardware: measure(hardware, driver=busy))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- clocks, memory and energy ---
+
+
+class HandClock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_stopwatch_gives_laps() -> None:
+    clock = HandClock()
+    watch = Stopwatch(clock=clock)
+    clock.now_s += 2.0
+    assert watch.elapsed_s == 2.0
+    assert watch.restart() == 2.0
+    clock.now_s += 0.5
+    assert watch.elapsed_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ([], 0.0),
+        ([0.5] * 3, 16.0),
+        ([60.0] + [0.5] * 30, 16.0),  # a slow start leaves the window
+        ([20.0] * 4, 0.4),  # steps longer than the window still have a rate
+        ([0.5] * 3 + ["validation"] + [0.25] * 2, 32.0),
+    ],
+)
+def test_throughput_counts_the_samples_of_the_last_seconds(steps: list[float | str], rate: float) -> None:
+    clock = HandClock()
+    meter = Throughput(window_s=10.0, clock=clock)
+    for step_s in steps:
+        clock.now_s += 30.0 if isinstance(step_s, str) else step_s
+        if isinstance(step_s, str):
+            meter.restart()
+        else:
+            meter.add(8)
+    assert meter.compute_rate() == pytest.approx(rate)
+
+
+CPU = torch.device("cpu")
+
+
+def touch_and_free(num_bytes: int) -> None:
+    """By mmap: an allocator may keep freed memory, the kernel does not."""
+    with mmap.mmap(-1, num_bytes) as block:
+        block.write(b"\1" * num_bytes)
+
+
+def test_the_cpu_peak_remembers_memory_that_was_freed_until_it_is_reset() -> None:
+    if not CLEAR_REFS.exists():
+        pytest.skip("only Linux can reset the peak: this was NOT tested")
+    num_bytes = 200_000_000
+    touch_and_free(num_bytes)
+    before = get_peak_memory_bytes(CPU)
+    reset_peak(CPU)
+    after = get_peak_memory_bytes(CPU)
+    assert before - after > 0.9 * num_bytes
+
+
+def test_the_description_of_the_cpu_names_total_available_and_peak() -> None:
+    description = describe_memory(CPU)
+    assert [line.split(":")[0] for line in description.splitlines()] == [
+        "total on this machine",
+        "available",
+        "peak of this run",
+    ]
+
+
+def test_a_device_that_does_not_count_has_no_peak_and_a_cpu_no_energy_counter() -> None:
+    assert EnergyMeter(CPU).read_joules() is None
+    assert get_peak_memory_bytes(torch.device("meta")) is None

@@ -7,25 +7,18 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fake_driver import make_hardware
 from halfstep.errors import PrecisionError
-from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan, PlanRow
 
-CPU = Hardware(
-    kind="cpu",
-    device="cpu",
-    name="AMX CPU",
-    vendor="test",
-    support=MappingProxyType({"fp32": "native", "bf16": "native", "fp16": "emulated"}),
-)
+CPU = make_hardware("cpu", bf16="native", fp16="emulated")
 
 
 class Net(nn.Module):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fake_driver import ALL_NATIVE, make_hardware
 from halfstep.errors import ConfigError, HardwareError, PrecisionError
-from halfstep.hardware.device_facts import Hardware, Measurement, Support
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -19,32 +20,11 @@ from halfstep.precision.plan import Plan
 NATIVE, EMULATED = "native", "emulated"
 
 
-def device(
-    kind: str = "cuda", name: str = "Test GPU", speeds: dict[str, float] | None = None, **support: Support
-) -> Hardware:
-    measurements = tuple(
-        Measurement(op="matmul", format=format, tflops=1.0, error=0.0, speedup=speed)
-        for format, speed in (speeds or {}).items()
-    )
-    return Hardware(
-        kind=kind,  # type: ignore[arg-type]
-        device=kind,
-        name=name,
-        vendor="test",
-        support=MappingProxyType({"fp32": NATIVE, **support}),
-        measurements=measurements,
-    )
-
-
-HOPPER = device(
-    name="H200",
-    speeds={"tf32": 5.0, "bf16": 12.0, "fp16": 12.5, "fp8_e4m3": 20.0},
-    tf32=NATIVE, bf16=NATIVE, fp16=NATIVE, fp8_e4m3=NATIVE, fp8_e5m2=NATIVE,
-)  # fmt: skip
-TURING = device(name="T4", speeds={"bf16": 0.9, "fp16": 5.0}, bf16=EMULATED, fp16=NATIVE)
-PASCAL = device(name="GTX 1080", speeds={"fp16": 0.02}, fp16=NATIVE)
-PLAIN_CPU = device("cpu", "Plain CPU", bf16=EMULATED, fp16=EMULATED)
-AMX_CPU = device("cpu", "AMX CPU", speeds={"bf16": 6.0}, bf16=NATIVE, fp16=EMULATED)
+HOPPER = make_hardware("cuda", "H200", {"tf32": 5.0, "bf16": 12.0, "fp16": 12.5, "fp8_e4m3": 20.0}, **ALL_NATIVE)
+TURING = make_hardware(name="T4", speeds={"bf16": 0.9, "fp16": 5.0}, bf16=EMULATED, fp16=NATIVE)
+PASCAL = make_hardware(name="GTX 1080", speeds={"fp16": 0.02}, fp16=NATIVE)
+PLAIN_CPU = make_hardware("cpu", "Plain CPU", bf16=EMULATED, fp16=EMULATED)
+AMX_CPU = make_hardware("cpu", "AMX CPU", speeds={"bf16": 6.0}, bf16=NATIVE, fp16=EMULATED)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +39,15 @@ def test_auto_takes_the_fastest_rung_that_is_really_there(hardware: Hardware, gr
 
 
 def test_ties_under_ten_percent_go_to_bf16_and_clear_wins_do_not() -> None:
-    close = device(speeds={"bf16": 10.0, "fp16": 10.9}, bf16=NATIVE, fp16=NATIVE)
-    clear = device(speeds={"bf16": 10.0, "fp16": 11.1}, bf16=NATIVE, fp16=NATIVE)
+    close = make_hardware(speeds={"bf16": 10.0, "fp16": 10.9}, bf16=NATIVE, fp16=NATIVE)
+    clear = make_hardware(speeds={"bf16": 10.0, "fp16": 11.1}, bf16=NATIVE, fp16=NATIVE)
     assert decide("auto", close).granted == "bf16"
     assert decide("auto", clear).granted == "fp16"
     assert "slower here" in decide("auto", clear).reason
 
 
 def test_auto_without_measurements_follows_the_ladder() -> None:
-    plan = decide("auto", device(bf16=NATIVE, fp16=NATIVE, tf32=NATIVE))
+    plan = decide("auto", make_hardware(bf16=NATIVE, fp16=NATIVE, tf32=NATIVE))
     assert plan.granted == "bf16"
     assert "not measured" in plan.reason
 
@@ -95,8 +75,8 @@ def test_a_lacking_rung_falls_to_the_next_one_with_one_warning(
 
 
 def test_fp16_on_a_cpu_counts_only_when_measured() -> None:
-    listed = device("cpu", "Listed CPU", bf16=EMULATED, fp16=NATIVE)
-    fast = device("cpu", "Fast CPU", speeds={"fp16": 2.0}, bf16=EMULATED, fp16=NATIVE)
+    listed = make_hardware("cpu", "Listed CPU", bf16=EMULATED, fp16=NATIVE)
+    fast = make_hardware("cpu", "Fast CPU", speeds={"fp16": 2.0}, bf16=EMULATED, fp16=NATIVE)
     assert decide("bf16", listed).granted == "fp32"
     assert decide("bf16", fast).granted == "fp16"
 
@@ -142,25 +122,19 @@ def test_aliases_are_understood_and_nonsense_is_not() -> None:
         decide("bf17", HOPPER)
 
 
-@dataclass
-class FromConfig:
-    """What config.schema.PrecisionConfig offers."""
-
-    default: str = "auto"
-    modules: dict[str, str] = field(default_factory=dict)
-    strict: bool = False
-    simulate: bool = False
-    force: bool = False
-    fp8_recipe: str = "tensorwise"
+def make_request(**changed: Any) -> Any:
+    """Return what config.schema.PrecisionConfig offers."""
+    usual = {"default": "bf16", "modules": {}, "strict": False, "simulate": False, "force": False}
+    return SimpleNamespace(**(usual | {"fp8_recipe": "tensorwise"} | changed))
 
 
 def test_a_config_object_is_a_request() -> None:
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
-    plan = decide(FromConfig(default="bf16", modules={"head": "fp32"}, simulate=True), PLAIN_CPU, model)
+    plan = decide(make_request(modules={"head": "fp32"}, simulate=True), PLAIN_CPU, model)
     assert plan.simulated
     assert {row.module: row.compute for row in plan.rows} == {"body": "bf16", "head": "fp32"}
     with pytest.raises(HardwareError):
-        decide(FromConfig(default="bf16", strict=True), TURING)
+        decide(make_request(strict=True), TURING)
 
 
 def tiny_diffusion() -> nn.Module:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.step.commit import Committer, commit_all
 from halfstep.step.optim.adamw8bit import AdamW8bit
-from tiny_training import assert_same_bits
+from tiny_training import assert_same_bits, copy_tensors
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
@@ -44,15 +44,6 @@ def scaled(model: nn.Module, factor: Tensor) -> None:
     torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
 
 
-def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        found |= {name: parameter.detach(), f"{name}.grad": parameter.grad}
-        found |= {f"{name}.{k}": v for k, v in optimizer.state[parameter].items() if v is not None}
-    return {name: value.clone() for name, value in found.items()}
-
-
 def both(name: str, factors: Iterable[float], **more: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Everything after steps that scale by the optimizer, and after those that scale the gradients first."""
     (folded, in_kernel), (model, plain) = made(name, **more), made(name, **more)
@@ -62,7 +53,7 @@ def both(name: str, factors: Iterable[float], **more: Any) -> tuple[dict[str, Te
         commit_all([in_kernel], GOOD, torch.tensor(value))
         scaled(model, torch.tensor(value))
         commit_all([plain], GOOD, None)
-    return everything(folded, in_kernel.optimizer), everything(model, plain.optimizer)
+    return copy_tensors(folded, in_kernel.optimizer), copy_tensors(model, plain.optimizer)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
@@ -99,10 +90,11 @@ def test_what_does_not_commit_in_its_kernel_multiplies() -> None:
 @pytest.mark.parametrize("name", IN_KERNEL)
 def test_a_bad_step_with_a_factor_that_is_not_a_number_changes_nothing(name: str) -> None:
     model, committer = made(name)
+    assert committer.method == "found_inf"
     for seed in range(2):
         give(model, seed)
         commit_all([committer], GOOD, torch.tensor(0.3))
-    before = everything(model, committer.optimizer)
+    before = copy_tensors(model, committer.optimizer)
     commit_all([committer], BAD, torch.tensor(float("nan")))
-    assert_same_bits(before, everything(model, committer.optimizer))
+    assert_same_bits(before, copy_tensors(model, committer.optimizer))
     assert not {"found_inf", "grad_scale"} & vars(committer.optimizer).keys()

@@ -241,46 +241,30 @@ def test_a_window_that_is_not_committed_is_undone_by_the_next() -> None:
 # --- several networks in one loop ---
 
 
-class Pair:
-    """A generator and a discriminator, each with BatchNorm and a step that guards the other."""
-
-    def __init__(self, precision: str = "fp32", **more: object) -> None:
-        torch.manual_seed(0)
-        self.generator, self.critic = (
-            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs)) for outputs in (4, 1)
-        )
-        self.of_critic, self.of_generator = (
-            hs.Step(
-                net, torch.optim.Adam(net.parameters(), 1e-3, fused=True),
-                hs.Precision(precision, simulate=precision != "fp32"), also=[other], **more,
-            )
-            for net, other in ((self.critic, self.generator), (self.generator, self.critic))
-        )  # fmt: skip
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return state_of(self.generator, self.critic)
+def make_critic(precision: str = "fp32") -> tuple[nn.Module, nn.Module, hs.Step]:
+    """Return a generator, a critic, both with BatchNorm, and the critic's step, which guards the generator."""
+    torch.manual_seed(0)
+    generator, critic = (
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs)) for outputs in (4, 1)
+    )
+    optimizer = torch.optim.Adam(critic.parameters(), 1e-3, fused=True)
+    asked = hs.Precision(precision, simulate=precision != "fp32")
+    return generator, critic, hs.Step(critic, optimizer, asked, also=[generator])
 
 
 def test_fp16_leaves_both_alone_when_a_scale_is_too_high() -> None:
-    pair = Pair("fp16")
-    before = pair.state
-    kept: dict[str, Tensor] = {}
-
-    def overflowing(x: Tensor) -> Tensor:
-        kept["fake"] = pair.generator(x)
-        return pair.critic(kept["fake"]).mean() * 1e4
-
-    assert not pair.of_critic(overflowing, [good()]).committed
-    assert_same_bits(before, pair.state)
+    generator, critic, step = make_critic("fp16")
+    before = state_of(generator, critic)
+    assert not step(lambda x: critic(generator(x)).mean() * 1e4, [good()]).committed
+    assert_same_bits(before, state_of(generator, critic))
 
 
 def test_a_step_clears_no_gradient_of_a_network_that_it_only_guards() -> None:
-    pair = Pair()
-    pair.generator(good()).sum().backward()
-    kept = [weight.grad for weight in pair.generator.parameters()]
-    pair.of_critic(lambda x: pair.critic(x).square().mean(), [good()])
-    assert all(weight.grad is gradient for weight, gradient in zip(pair.generator.parameters(), kept, strict=True))
+    generator, critic, step = make_critic()
+    generator(good()).sum().backward()
+    kept = [weight.grad for weight in generator.parameters()]
+    step(lambda x: critic(x).square().mean(), [good()])
+    assert all(weight.grad is gradient for weight, gradient in zip(generator.parameters(), kept, strict=True))
 
 
 def test_a_frozen_teacher_is_not_copied_but_its_statistics_are_guarded() -> None:

@@ -62,24 +62,15 @@ def test_a_scheduler_drives_the_optimizer_it_was_made_with_and_no_other() -> Non
     assert rate(b) == 0.25
 
 
-def test_a_list_gives_each_optimizer_its_own_schedule() -> None:
+def test_a_list_gives_each_optimizer_its_own_schedule_or_none_and_a_function_drives_all() -> None:
     model, a, b = two_optimizers()
     step = made([a, b], model, [lambda k: 1 / (1 + k), hs.per_step(TORCH.ExponentialLR(b, 0.5))])
     assert stepped(step, 3) == pytest.approx([1, 1 / 2, 1 / 3])
     assert rate(b) == pytest.approx(0.5 * 0.25)
-
-
-def test_a_list_may_leave_one_optimizer_out_and_the_first_ones_rate_is_reported() -> None:
-    model, a, b = two_optimizers()
-    step = made([a, b], model, [None, lambda k: 0.1])
-    assert stepped(step) == [1.0]
-    assert rate(b) == pytest.approx(0.05)
-
-
-def test_a_function_alone_multiplies_the_rates_of_all() -> None:
-    model, a, b = two_optimizers()
-    stepped(made([a, b], model, lambda k: 0.5))
-    assert (rate(a), rate(b)) == (0.5, 0.25)
+    for schedule, rates in (([None, lambda k: 0.1], (1.0, 0.05)), (lambda k: 0.5, (0.5, 0.25))):
+        model, a, b = two_optimizers()
+        assert stepped(made([a, b], model, schedule)) == [rates[0]], "the first one's rate is reported"
+        assert (rate(a), rate(b)) == pytest.approx(rates)
 
 
 def test_a_scheduler_of_an_optimizer_that_is_not_here_is_refused() -> None:
@@ -478,17 +469,6 @@ def factors_after(plateau: PlateauFactor, metrics: Iterable[float]) -> list[floa
         plateau.observe(metric)
         factors.append(plateau.factor)
     return factors
-
-
-def test_plateau_follows_torchs_reduce_on_plateau() -> None:
-    metrics = [0.3, 0.4, 0.39, 0.4, 0.4, 0.41, 0.2, 0.2, 0.2, 0.2, 0.2, 0.9, 0.1, 0.1, 0.1, 0.1]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    torchs = TORCH.ReduceLROnPlateau(optimizer, mode="max", patience=2, factor=0.5)
-    ours = PlateauFactor(mode="max", cut=0.5, patience=2)
-    for metric in metrics:
-        torchs.step(metric)
-        ours.observe(metric)
-        assert ours.factor == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 def test_plateau_state_survives_a_round_trip() -> None:

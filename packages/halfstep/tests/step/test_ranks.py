@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import halfstep as hs
 from halfstep.errors import ConfigError, ModelError
 from halfstep.evidence.capsule import list_capsules
 from halfstep.step.step import GuardedStep
-from ranks_together import together
+from ranks_together import join, together
 from tiny_training import plan
 
 pytestmark = pytest.mark.ranks
@@ -116,9 +115,7 @@ def kept_by(rank: int, folder: Path) -> list[str]:
 
 
 def scenario(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    join(rank, size, port)
     found: dict[str, Any] = {case: trained([ROWS[s] for s in split[rank]], wrap=True) for case, split in SPLITS.items()}
     fp16 = {"precision": hs.Precision("fp16", simulate=True)}
     window = [ROWS[s] for s in SPLITS["windows of two"][rank]]

@@ -281,29 +281,28 @@ def test_the_ledger_is_refused() -> None:
 # --- what is refused before the first step ---
 
 
-def _make_before() -> hs.Step:
-    net = make(shard=False)
-    optimizer = adamw(net)
-    return hs.Step(fully_shard(net, mesh=init_device_mesh("cpu", (1,))), optimizer, "fp32")
+def _shard(shard: Callable[[Net], nn.Module], *, is_optimizer_first: bool = False) -> Callable[[], hs.Step]:
+    def make_step() -> hs.Step:
+        net = make(shard=False)
+        optimizer = adamw(net)
+        sharded = shard(net)
+        return hs.Step(sharded, optimizer if is_optimizer_first else adamw(sharded), "fp32")
+
+    return make_step
 
 
-def _make_partly_before() -> hs.Step:
-    net = make(shard=False)
-    optimizer = adamw(net)
+def _shard_one_block(net: Net) -> Net:
     fully_shard(net.blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    return hs.Step(net, optimizer, "fp32")
+    return net
 
 
-def _make_mixed() -> hs.Step:
-    net = make(shard=False)
-    fully_shard(net.blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    fully_shard(net, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
-    return hs.Step(net, adamw(net), "fp32")
+def _shard_over_two_meshes(net: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(_shard_one_block(net), mesh=mesh)
 
 
-def _make_with_old_fsdp() -> hs.Step:
-    net = FullyShardedDataParallel(make(shard=False), device_id=torch.device("cpu"), use_orig_params=True)
-    return hs.Step(net, adamw(net), "fp32")
+def _shard_by_fsdp1(net: Net) -> nn.Module:
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def _make(precision: str = "fp32", dtype: torch.dtype = torch.float32, **more: Any) -> Callable[[], hs.Step]:
@@ -317,10 +316,16 @@ def _make(precision: str = "fp32", dtype: torch.dtype = torch.float32, **more: A
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
-    "an optimizer created before sharding": (_make_before, "AdamW trains no parameter of this"),
-    "an optimizer created before some blocks": (_make_partly_before, "2 of 12 trained parameters do not belong to"),
-    "several meshes": (_make_mixed, "sharded over several meshes"),
-    "FSDP1": (_make_with_old_fsdp, "sharded by FullyShardedDataParallel"),
+    "an optimizer created before sharding": (
+        _shard(fully_shard, is_optimizer_first=True),
+        "AdamW trains no parameter of this",
+    ),
+    "an optimizer created before some blocks": (
+        _shard(_shard_one_block, is_optimizer_first=True),
+        "2 of 12 trained parameters do not belong to",
+    ),
+    "several meshes": (_shard(_shard_over_two_meshes), "sharded over several meshes"),
+    "FSDP1": (_shard(_shard_by_fsdp1), "sharded by FullyShardedDataParallel"),
     "bf16 weights in a mixed precision": (_make("bf16", torch.bfloat16), "is stored in bfloat16"),
     "fp16 gradients without scaling": (_make(mp_policy=HALF), "sharded with MixedPrecisionPolicy"),
     "capsules": (_make(capsules="bad"), "capsules='bad' with a sharded model"),

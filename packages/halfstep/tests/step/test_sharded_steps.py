@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.errors import HalfstepError
 from halfstep.step.optim.adamw8bit import AdamW8bit
-from ranks_together import together
+from ranks_together import join, together
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:.* is not fused")]
 
@@ -232,14 +231,8 @@ def refused(rank: int) -> list[str]:
     return found
 
 
-def start(rank: int, size: int, port: int) -> None:
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-
-
 def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
-    start(rank, size, port)
+    join(rank, size, port)
     rows, halves = rows_of(rank, size), rows_of(rank, size, 2)
     found: dict[str, Any] = {name: train_sharded(rows, name) for name in OPTIMIZERS}
     found["again"] = train_sharded(rows)
@@ -260,7 +253,7 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
 def scenario_of_four(rank: int, size: int, port: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    start(rank, size, port)
+    join(rank, size, port)
     rows = rows_of(rank, size)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {}

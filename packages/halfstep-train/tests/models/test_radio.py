@@ -1,19 +1,19 @@
-"""RadioDiff's U-Net and its layers."""
+"""RadioDiff: its U-Net and layers, the Swin pyramid, and the autoencoder of its first stage."""
 
 from __future__ import annotations
 
-import copy
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
-from golden import assert_golden, golden, group
-from halfstep.recompute import set_recompute
-from halfstep_train.models.posterior import draw_latent
+from golden import assert_golden, assert_golden_gradients, golden, group
+from halfstep_train.models.posterior import draw_latent, kl_divergence
 from halfstep_train.workloads.radio.config import FirstStageConfig, PyramidConfig, RadioDiffModelConfig
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
-from halfstep_train.workloads.radio.names import rename_unet_weights
+from halfstep_train.workloads.radio.names import drop_loss_weights, rename_unet_weights
+from halfstep_train.workloads.radio.swin import SwinPyramid, WindowAttention
 from halfstep_train.workloads.radio.unet import (
     ChannelNorm,
     FourierFilter,
@@ -27,12 +27,6 @@ from halfstep_train.workloads.radio.unet import (
     mix_outputs,
 )
 from halfstep_train.workloads.radio.vae import RadioVAE
-
-
-def tiny(size: tuple[int, int] = (16, 16)) -> RadioUNet:
-    pyramid = PyramidConfig(width=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
-    settings = RadioDiffModelConfig(pyramid=pyramid, width=8, multipliers=(1, 2), windows=((8, 8), (4, 4)), dropout=0.0)
-    return RadioUNet(settings, channels=3, latent_size=size)
 
 
 def golden_unet() -> tuple[RadioUNet, dict[str, Tensor], dict[str, object]]:
@@ -95,15 +89,12 @@ def test_golden_predictions_losses_gradients_and_statistics() -> None:
         assert abs(loss("weighted" in name, name.endswith("l1")).item() / value - 1) < 1e-5, name
 
     loss(True, True).backward()
-    gradients, own = group(tensors, "grad/"), dict(unet.named_parameters())
-    largest = max(float(value.abs().max()) for value in gradients.values())
-    on_group = {name.removeprefix("grad/") for name in facts["rounding"]["compare_on_group_scale"]}  # type: ignore[index]
-    for theirs, value in gradients.items():
-        (name,) = rename_unet_weights({theirs: value})  # none is dropped: each has a gradient
-        grad = own[name].grad
-        assert grad is not None, name
-        scale = largest if theirs in on_group else 0.0
-        assert_golden(grad, value, within=1e-5 if scale else 5e-5, scale=scale, name=name)
+
+    def rename(name: str) -> str:
+        (own,) = rename_unet_weights({name: torch.empty(0)})  # none is dropped: each has a gradient
+        return own
+
+    assert_golden_gradients(unet, tensors, facts, rename=rename, within=5e-5)
     for place, feature in enumerate(features):
         assert feature.grad is not None
         assert_golden(feature.grad, tensors[f"grad_in/cond_features.{place}"], within=5e-5, name=f"features.{place}")
@@ -233,31 +224,6 @@ def test_predictions_at_the_ends_of_time_are_finite() -> None:
     torch.testing.assert_close(drift[1], x[1], rtol=1e-2, atol=1e-3)
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    """The public model holds a convolution that nothing uses, which several processes stumble over."""
-    torch.manual_seed(0)
-    unet = tiny()
-    drift, noise = unet(torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.randn(2, 3, 64, 64))
-    (drift.square().sum() + noise.square().sum()).backward()
-    assert [name for name, parameter in unet.named_parameters() if parameter.grad is None] == []
-
-
-@pytest.mark.parametrize("how", ["blocks", "pointwise"])
-def test_recomputing_changes_neither_gradients_nor_statistics(how: str) -> None:
-    torch.manual_seed(0)
-    plain = tiny()
-    other = copy.deepcopy(plain)
-    assert set_recompute(other, how)  # type: ignore[arg-type]
-    x, time, image = torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.randn(2, 3, 64, 64)
-    for unet in (plain, other):
-        drift, noise = unet(x, time, image)
-        (drift.square().sum() + noise.square().sum()).backward()
-    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5, msg=name)
-    for (name, kept), again in zip(plain.named_buffers(), other.buffers(), strict=True):
-        assert torch.equal(kept, again), name
-
-
 @pytest.mark.slow
 def test_the_whole_network_is_one_graph_for_the_compiler() -> None:
     pyramid = PyramidConfig(width=8, depths=(1,), num_heads=(1,), window=4)
@@ -267,3 +233,136 @@ def test_the_whole_network_is_one_graph_for_the_compiler() -> None:
     traced = torch.compile(unet, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(traced(x, time, image), unet(x, time, image))
+
+
+# --- the Swin pyramid ---
+
+
+def test_golden_features() -> None:
+    tensors, facts = golden("radiodiff_blocks")
+    sizes = facts["config"]["swin"]
+    names = {"width": "embed_dim", "depths": "depths", "num_heads": "num_heads", "window": "window_size"}
+    swin = SwinPyramid(PyramidConfig(**{ours: sizes[theirs] for ours, theirs in names.items()})).eval()
+    state = {f"init_conv_mask.{name}": value for name, value in group(tensors, "swin/state/").items()}
+    swin.load_state_dict({k.removeprefix("condition."): value for k, value in rename_unet_weights(state).items()})
+    for place, found in enumerate(swin(tensors["swin/input"])):
+        assert_golden(found, tensors[f"swin/features.{place}"], name=f"features.{place}")
+
+
+def brute_force(attention: WindowAttention, x: torch.Tensor) -> torch.Tensor:
+    """One window, one head and one query at a time, on the rolled map."""
+    window, height, width = attention.window, -(-x.shape[1] // attention.window), -(-x.shape[2] // attention.window)
+    padded = torch.zeros(len(x), height * window, width * window, x.shape[3])
+    padded[:, : x.shape[1], : x.shape[2]] = x
+    shift = [0 if window >= side else attention.shift for side in padded.shape[1:3]]
+    dim = x.shape[3] // attention.num_heads
+    qkv = attention.qkv(padded).detach()
+    out = torch.zeros_like(padded)
+
+    def window_of(row: int, column: int) -> tuple[int, ...]:
+        """Where a place belongs after the roll, and whether it came round."""
+        rolled = [(row - shift[0]) % padded.shape[1], (column - shift[1]) % padded.shape[2]]
+        return (*(place // window for place in rolled), row < shift[0], column < shift[1])
+
+    places = [(row, column) for row in range(padded.shape[1]) for column in range(padded.shape[2])]
+    rolled_place = {p: tuple((p[a] - shift[a]) % padded.shape[a + 1] % window for a in (0, 1)) for p in places}
+    table = attention.relative_position_bias_table.detach()
+    for row, column in places:
+        seen = [p for p in places if window_of(*p) == window_of(row, column)]
+        for head in range(attention.num_heads):
+            part = slice(head * dim, (head + 1) * dim)
+            q = qkv[:, row, column, : x.shape[3]][:, part] * dim**-0.5
+            ks = torch.stack([qkv[:, r, c, x.shape[3] : 2 * x.shape[3]][:, part] for r, c in seen], 1)
+            vs = torch.stack([qkv[:, r, c, 2 * x.shape[3] :][:, part] for r, c in seen], 1)
+            steps = [[rolled_place[row, column][a] - rolled_place[p][a] + window - 1 for a in (0, 1)] for p in seen]
+            bias = torch.stack([table[down * (2 * window - 1) + right, head] for down, right in steps])
+            weights = ((ks @ q[:, :, None])[..., 0] + bias).softmax(-1)
+            out[:, row, column, part] = (weights[..., None] * vs).sum(1)
+    return attention.proj(out).detach()[:, : x.shape[1], : x.shape[2]]
+
+
+@pytest.mark.parametrize("size", [(6, 6), (5, 9), (3, 7), (2, 2)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_windows_are_those_of_a_loop_over_places(size: tuple[int, int], shift: int) -> None:
+    torch.manual_seed(0)
+    attention = WindowAttention(4, 2, window=3, shift=shift)
+    torch.nn.init.normal_(attention.relative_position_bias_table)
+    x = torch.randn(2, *size, 4)
+    torch.testing.assert_close(attention(x).detach(), brute_force(attention, x), rtol=1e-5, atol=1e-5)
+
+
+def test_any_size_gives_four_maps() -> None:
+    swin = SwinPyramid(PyramidConfig(width=4, depths=(1, 2, 1, 1), num_heads=(1, 1, 2, 2))).eval()
+    found = swin(torch.randn(1, 3, 68, 100))
+    assert [tuple(feature.shape[1:]) for feature in found] == [(4, 17, 25), (8, 9, 13), (16, 5, 7), (32, 3, 4)]
+
+
+def test_names_are_torchvisions() -> None:
+    names = SwinPyramid(PyramidConfig(width=4, depths=(1, 1), num_heads=(1, 1))).state_dict()
+    expected = {"features.0.0.weight", "features.1.0.attn.qkv.weight", "features.1.0.mlp.3.bias"}
+    expected |= {"features.2.reduction.weight", "features.3.0.norm2.weight"}
+    assert expected <= set(names)
+    assert all(re.match(r"features\.\d+\.", name) for name in names)
+
+
+def test_stochastic_depth_drops_whole_branches_of_samples_in_training_only() -> None:
+    swin = SwinPyramid(PyramidConfig(width=4, depths=(2,), num_heads=(1,), stochastic_depth=0.5))
+    drop = swin.features[1][1].stochastic_depth
+    branch = torch.ones(64, 2, 2, 4)
+    torch.manual_seed(0)
+    kept = drop(branch).flatten(1)
+    assert {float(row.min()) for row in kept} == {0.0, 2.0}
+    assert torch.equal(kept.min(1).values, kept.max(1).values)
+    assert torch.equal(drop.eval()(branch), branch)
+
+
+# --- the autoencoder ---
+
+VAE_TOLERANCE = 5e-5
+"""The original's own drift with other kernels reaches 1e-5 here."""
+
+
+def test_golden_moments_reconstruction_and_gradients() -> None:
+    tensors, facts = golden("radiodiff_vae_tiny")
+    sizes = facts["config"]["ddconfig"]
+    vae = RadioVAE(
+        FirstStageConfig(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    )
+    vae.load_state_dict(drop_loss_weights(group(tensors, "state/")))
+    image, expected = tensors["in/image"], group(tensors, "out/")
+
+    mean, log_variance = vae.encode(image)
+    latents, kl = draw_latent(mean, log_variance, tensors["noise/posterior"]), kl_divergence(mean, log_variance)
+    reconstruction = vae.decode(latents)
+    found = {
+        "moments": vae.quant_conv(vae.encoder(image)),
+        "mean": mean,
+        "logvar": log_variance,
+        "z": latents,
+        "recon": reconstruction,
+        "recon_mode": vae.decode(mean),
+        "kl": kl,
+    }
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        assert_golden(value, expected[name], within=VAE_TOLERANCE, name=name)
+
+    error = image - reconstruction
+    nll = (error.abs() + error.square()).sum() / len(image)
+    loss = nll + 1e-6 * kl.sum() / len(image)
+    assert abs(loss.item() / facts["scalars"]["loss"] - 1) < VAE_TOLERANCE
+    loss.backward()
+    assert_golden_gradients(vae, tensors, facts, within=VAE_TOLERANCE, within_group=VAE_TOLERANCE)
+    parameters = dict(vae.named_parameters())
+    for name, norms in facts["gradients_not_stored"].items():
+        grad = parameters[name].grad
+        assert grad is not None
+        assert abs(float(grad.norm()) / norms["l2_norm"] - 1) < VAE_TOLERANCE
+
+
+def test_a_latent_is_a_quarter_of_the_map_and_odd_widths_have_their_groups() -> None:
+    vae = RadioVAE(FirstStageConfig(width=12, multipliers=(1, 2, 4), num_blocks=1))
+    maps = torch.randn(2, 1, 24, 16)
+    found = vae(maps, torch.zeros(2, 3, 6, 4))
+    assert found["image"].shape == maps.shape
+    assert found["latent"].shape == (2, 3, 6, 4)
