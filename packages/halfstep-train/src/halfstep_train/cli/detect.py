@@ -49,11 +49,7 @@ def command(
     asked = " ".join(name or [])
     if bugs:
         if asked or no_measure or fresh:
-            raise ConfigError(
-                "--bugs cannot be combined with a device or another option",
-                why="it tests the first GPU of this machine, or the CPU if there is none",
-                fix="halfstep detect --bugs",
-            )
+            raise ConfigError("--bugs tests the first GPU of this machine, or its CPU", fix="halfstep detect --bugs")
         return report_bugs(as_json=as_json)
     if asked.lower() == "list":
         return print_known(as_json=as_json)

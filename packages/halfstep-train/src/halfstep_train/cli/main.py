@@ -175,9 +175,7 @@ UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIS
 def explain_os_error(error: OSError) -> HalfstepError:
     """Return the error for a user's file or folder that cannot be used; raise other OSErrors, which are bugs."""
     if error.errno == errno.ENOSPC and error.filename is None:
-        from halfstep_train.report.run_report import explain_unwritable_output
-
-        return explain_unwritable_output(error)
+        return ConfigError(f"cannot write: {error.strerror}", fix="free disk space, or write to another disk")
     if error.errno not in UNUSABLE or error.filename is None:
         raise error
     if error.errno in (errno.EEXIST, errno.ENOTDIR):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,8 +17,7 @@ from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 from halfstep_train.report.console import print_text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SettingRow:
+class SettingRow(NamedTuple):
     """One setting, with what the view shows about it."""
 
     key: str
@@ -35,9 +34,9 @@ def list_settings(loaded: Loaded) -> Iterator[SettingRow]:
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
             for key, item in value.items():
                 origin = loaded.origins.get(f"{path}.{key}", DEFAULT)
-                yield SettingRow(key=f"{path}.{key}", value=item, origin=origin, description=described)
+                yield SettingRow(f"{path}.{key}", item, origin, described)
         else:
-            yield SettingRow(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
+            yield SettingRow(path, value, loaded.origins.get(path, DEFAULT), described)
 
 
 def dump_config(loaded: Loaded) -> dict[str, Any]:

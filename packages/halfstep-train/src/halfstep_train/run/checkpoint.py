@@ -204,13 +204,7 @@ class Checkpoints:
 
     def _set_aside(self, damaged: list[Path]) -> None:
         for path in damaged:
-            try:
-                path.rename(path.with_name(f".damaged-{path.name}-{os.getpid()}"))
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot rename the damaged checkpoint {path}: {error.strerror}",
-                    fix="make its folder writable, or delete the checkpoint",
-                ) from error
+            path.rename(path.with_name(f".damaged-{path.name}-{os.getpid()}"))
 
     def _drop_old(self, newest: Path) -> None:
         """Remove earlier checkpoints of the same step, and the oldest beyond the limit."""
