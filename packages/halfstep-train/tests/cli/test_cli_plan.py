@@ -68,7 +68,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits() 
     [
         (("--memory", "--fit", "24 parsecs"), "24 parsecs"),
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
-        (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
+        (("--memory", "--mode", "slow"), "--mode slow: 'slow' is not one of 'eager'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
         (("--memory", "--ranks", "99"), "--ranks 99 with train.batch_size"),
     ],

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.errors import ConfigError
 from halfstep.formats import DryRunTarget
 from halfstep_train.cli.options import (
     ArgumentsOrRun,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def command(
     arguments: ArgumentsOrRun,
-    target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
+    target: Annotated[DryRunTarget, option("The format.")],
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
     device: Device = None,
@@ -48,17 +47,13 @@ def command(
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
-    chosen = next((one for one in get_args(DryRunTarget) if one == target), None)
-    if chosen is None:
-        supported = ", ".join(get_args(DryRunTarget))
-        raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {supported}")
     from halfstep_train.run.folder import is_run
 
     # A run keeps the precision that it was trained in.
     loaded = load_arguments(arguments, flags if is_run(arguments[0]) else {**flags, "precision": "fp32"}, trust=trust)
     from halfstep_train.use.observe_step import dry_run
 
-    rows = dry_run(arguments[0], loaded, chosen, trust=trust)
+    rows = dry_run(arguments[0], loaded, target, trust=trust)
     if picture is not None:
         from halfstep_train.report.range_pictures import draw_heat_map
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
     from halfstep_train.exercises import Story
 
-NUMBERS = (1, 2, 3)
-
 
 def command(
-    number: Annotated[int, typer.Argument(metavar="1|2|3", help="Which exercise.")],
+    number: Annotated[Literal[1, 2, 3], typer.Argument(metavar="1|2|3", help="Which exercise.")],
     data_dir: Annotated[
         str | None,
         typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),
@@ -41,8 +39,6 @@ def command(
     """  # fmt: skip
     from rich.console import Console
 
-    if number not in NUMBERS:
-        raise ConfigError(f"there is no exercise {number}", fix="choose 1, 2 or 3")
     if data_dir is not None and number != 1:
         raise ConfigError(f"exercise {number} takes no --data-dir", why="it needs no data", fix="leave --data-dir out")
     if data_dir is not None and not Path(data_dir).is_dir():

@@ -240,7 +240,7 @@ def explain_usage_error(error: Any) -> ConfigError:
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
     if isinstance(error.__cause__, ValidationError):  # of pydantic, which converts typer's values
         wrong = error.__cause__.errors()[0]
-        expected = wrong["msg"].partition(",")[0].replace("Input should", "must")
+        expected = wrong["msg"].partition(", unable")[0].replace("Input should", "must").removeprefix("Value error, ")
         return ConfigError(f"{error.param.opts[0]} {wrong['input']}: {expected}", fix=help_text)
     # Only the parser's error for an unknown option has possibilities.
     if context is None or not hasattr(error, "possibilities"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,7 +25,7 @@ def command(
     ],
     size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,
     out: Annotated[Path | None, option("Output file; default: inside DIR.", metavar="FILE")] = None,
-    on_bad_file: Annotated[str, option("Stop at a bad file, or skip it.", metavar="error|skip")] = "error",
+    on_bad_file: Annotated[Literal["error", "skip"], option("Stop at a bad file, or skip it.")] = "error",
     as_json: Json = False,
 ) -> None:
     """Decode every image of a folder once into one file, for fast reading.
@@ -51,9 +51,7 @@ def command(
     from halfstep_train.data.packed import PackSettings
     from halfstep_train.report.console import dump_json
 
-    if on_bad_file not in ("error", "skip"):
-        raise ConfigError(f"unknown --on-bad-file {on_bad_file!r}", fix="use error or skip")
-    settings = PackSettings(size=size, on_bad_file=on_bad_file)  # type: ignore[arg-type]
+    settings = PackSettings(size=size, on_bad_file=on_bad_file)
     summary = pack_folder(folder, out, settings)
     if as_json:
         return typer.echo(dump_json(summary))
