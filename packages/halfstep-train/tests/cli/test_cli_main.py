@@ -172,7 +172,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path: Path, comm
 def test_output_to_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
     done = shell(f"{HALFSTEP} formats > /dev/full", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot write the output: No space left on device\n")
+    assert done.stderr.startswith("error: cannot write: No space left on device\n")
     assert "Traceback" not in done.stderr
 
 

@@ -174,7 +174,9 @@ def test_auto_is_one_worker_a_core_and_at_most_eight(
 
 def test_off_and_numbers_and_nonsense() -> None:
     assert load("unet", overrides=["data.num_workers=null"]).config.data.num_workers == 0
-    assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == section.choose_num_workers()
+    assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == min(
+        section.count_cores(), section.MOST
+    )
     with pytest.raises(ConfigError, match="data.num_workers = 'many'"):
         load("unet", overrides=["data.num_workers=many"])
     field = make_json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]

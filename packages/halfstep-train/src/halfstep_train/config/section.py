@@ -130,13 +130,8 @@ def count_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def choose_num_workers() -> int:
-    """Return the number of workers that `auto` means on this machine."""
-    return min(count_cores(), MOST)
-
-
 def read_worker_count(value: object) -> object:
-    return choose_num_workers() if value == "auto" else read_off_as_zero(value)
+    return min(count_cores(), MOST) if value == "auto" else read_off_as_zero(value)
 
 
 Workers = Annotated[
