@@ -44,7 +44,7 @@ def command(
 
         halfstep guide --answers answers.yaml
 
-    where answers.yaml contains any of: task, model, workload, data, goal, pick, file, start.
+    where answers.yaml contains any of: task, model, data, goal, pick, file, start.
     """
     if answers is not None and not answers.exists():
         raise ConfigError(f"there is no answers file {answers}", fix="give a YAML or JSON file, or leave --answers out")
