@@ -29,9 +29,6 @@ from halfstep_train.bench.isolate import CacheState, CacheWatch, isolate_row, re
 from halfstep_train.bench.problem import Problem, Runner
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 
-LISTS = ("remarks", "window_ms", "clock_limits")
-"""Tuples that become lists in JSON."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -90,7 +87,6 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, including the values derived from the windows."""
         values = dataclasses.asdict(self)
-        values |= {name: list(values[name]) for name in LISTS}
         if self.loss is not None and not math.isfinite(self.loss):
             values["loss"] = None  # JSON has no NaN; a warning reports it
         if self.is_measured:

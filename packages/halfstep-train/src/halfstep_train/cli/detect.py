@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,7 +68,10 @@ def command(
     else:
         devices = probe_devices(asked, look_only=no_measure, fresh=fresh)
     answers = [(hardware, advise(hardware)) for hardware in devices]
-    return print_json(answers) if as_json else print_tables(answers)
+    if as_json:
+        found = [{**hardware.to_dict(), "advice": advice.to_dict()} for hardware, advice in answers]
+        return typer.echo(json.dumps({"devices": found}, indent=2))
+    return print_tables(answers)
 
 
 def report_bugs(*, as_json: bool) -> None:
@@ -79,8 +83,6 @@ def report_bugs(*, as_json: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     findings = list(find_bugs(device))
     if as_json:
-        import json
-
         report = {"torch": torch.__version__, "device": device, "bugs": describe_bugs(findings)}
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -105,8 +107,6 @@ def print_known(*, as_json: bool) -> None:
     for gpu in KNOWN:
         names.setdefault(f"{gpu.vendor} {gpu.architecture}", []).append(gpu.name)
     if as_json:
-        import json
-
         typer.echo(json.dumps({"gpus": names}, indent=2))
         return
     from rich.console import Console
@@ -137,13 +137,6 @@ def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware,
         with progress.status(f"measuring {hardware.device} ({hardware.name}), a few seconds"):
             measured.append(measure_once(hardware, find_cache_directory(), measure, fresh=fresh))
     return tuple(measured)
-
-
-def print_json(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
-    import json
-
-    devices = [{**hardware.to_dict(), "advice": advice.to_dict()} for hardware, advice in answers]
-    typer.echo(json.dumps({"devices": devices}, indent=2))
 
 
 def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
