@@ -6,13 +6,15 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
 
 from halfstep.errors import ConfigError
 from halfstep_train.cli.options import Json, option
+from halfstep_train.report.console import make_columns_table, make_pairs_table, make_rows_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfstep.hardware.device_facts import Hardware
     from halfstep.precision.advice import HardwareAdvice
 
@@ -86,10 +88,6 @@ def report_bugs(*, as_json: bool) -> None:
         report = {"torch": torch.__version__, "device": device, "bugs": describe_bugs(findings)}
         typer.echo(json.dumps(report, indent=2))
     else:
-        from rich.console import Console
-
-        from halfstep_train.report.console import make_rows_table
-
         console = Console()
         rows = [(finding.bug.name, finding.here, finding.with_halfstep, finding.bug.what) for finding in findings]
         console.print(f"torch {torch.__version__}, {device}\n")
@@ -109,17 +107,11 @@ def print_known(*, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"gpus": names}, indent=2))
         return
-    from rich.console import Console
-
-    from halfstep_train.report.console import make_pairs_table
-
     Console().print(make_pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
 def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
     """Probe one device or all, and measure their speed unless `look_only` is set."""
-    from rich.console import Console
-
     progress = Console(stderr=True)
     # Importing torch and probing take seconds.
     with progress.status("looking for devices"):
@@ -140,8 +132,6 @@ def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware,
 
 
 def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
-    from rich.console import Console
-
     console = Console()
     for hardware, advice in answers:
         print_device(console, hardware, advice)
@@ -153,11 +143,7 @@ def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
 
 def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -> None:
     """Print what one device is, supports and should use."""
-    from rich.rule import Rule
-    from rich.text import Text
-
     from halfstep.hardware.describe import describe_identity, make_format_columns
-    from halfstep_train.report.console import make_columns_table, make_pairs_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
     remarks = [

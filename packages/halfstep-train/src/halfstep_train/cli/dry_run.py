@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,8 +75,6 @@ def _compute_badness(row: Judgement) -> float:
 
 
 def _convert_row(row: Judgement) -> dict[str, object]:
-    import math
-
     headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
     return {
         "module": row.module, "kind": row.kind, "verdict": row.verdict, "headroom_bits": headroom, "lost": row.lost,
@@ -90,7 +89,14 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]
     cells = [
-        (row.module, row.kind, row.verdict, _format_bits(row.headroom_bits), f"{row.lost:.1%}", row.remedy)
+        (
+            row.module,
+            row.kind,
+            row.verdict,
+            f"{row.headroom_bits:.1f}" if math.isfinite(row.headroom_bits) else "-",
+            f"{row.lost:.1%}",
+            row.remedy,
+        )
         for row in shown
     ]
     if cells:
@@ -99,7 +105,3 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     saved = {row.module for row in rows if row.is_bad} - bad
     more = f"; {len(saved)} fit only with the remedy shown" if saved else ""
     console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
-
-
-def _format_bits(headroom: float) -> str:
-    return f"{headroom:.1f}" if abs(headroom) != float("inf") else "-"

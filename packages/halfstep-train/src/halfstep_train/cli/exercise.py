@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from halfstep.errors import ConfigError, DataError
+from halfstep_train.report.console import make_rows_table, open_result_console, print_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfstep_train.exercises import Story
 
 
@@ -37,8 +38,6 @@ def command(
 
         halfstep exercise 2 --out lessons
     """  # fmt: skip
-    from rich.console import Console
-
     if data_dir is not None and number != 1:
         raise ConfigError(f"exercise {number} takes no --data-dir", why="it needs no data", fix="leave --data-dir out")
     if data_dir is not None and not Path(data_dir).is_dir():
@@ -73,10 +72,6 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 
 def _show(story: Story) -> None:
     """Print the table, the claims and the comments of an exercise."""
-    from rich.text import Text
-
-    from halfstep_train.report.console import make_rows_table, open_result_console, print_text
-
     console = open_result_console()
     console.print(Text(story.title, style="bold"))
     console.print(make_rows_table(story.titles, story.rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import typer
 
 from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggest_command
 from halfstep_train.cli.options import Json, map_flags, option, read_given
+from halfstep_train.report.console import dump_json
 
 if TYPE_CHECKING:
     from halfstep_train.data.packed import PackSettings
@@ -49,7 +51,6 @@ def command(
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
     from halfstep_train.data.packed import PackSettings
-    from halfstep_train.report.console import dump_json
 
     settings = PackSettings(size=size, on_bad_file=on_bad_file)
     summary = pack_folder(folder, out, settings)
@@ -69,7 +70,6 @@ def command(
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """Pack what the config's workload can precompute; all settings come from the config."""
-    from halfstep_train.report.console import dump_json
     from halfstep_train.run.interrupts import raise_at_once
     from halfstep_train.workloads import KINDS, load
     from halfstep_train.workloads.base.kind import load_part
@@ -97,8 +97,6 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
 
 def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[str, Any]:
     """Pack the folder, or open a file that already matches it; return what the file holds."""
-    import time
-
     from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep_train.data.image_folder import FolderLayout, find_images
     from halfstep_train.data.packed import choose_pack_path, open_or_pack

@@ -26,13 +26,28 @@ from halfstep.precision.plan import Plan
 from halfstep.recompute import Recompute
 from halfstep_train.config.schema import ADAM_LIKE, RunConfig, TrainConfig
 from halfstep_train.kernels.fast_forms import has_triton
-from halfstep_train.report.memory_view import COMPONENTS
 from halfstep_train.run.memory.compiled import PRODUCTS, derive_compiled_timeline
 from halfstep_train.run.memory.sharded import ShardUnit, UnitBytes, replicate_timeline, shard_timeline
 from halfstep_train.run.memory.step_trace import StepTrace, Timeline, derive_eager_timeline, interpolate_peak
 from halfstep_train.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep_train.tune.memory_low import NORMAL, MemorySetting
 from halfstep_train.tune.modes import Mode, has_convolutions
+
+COMPONENTS = {
+    "weights": "parameters and buffers",
+    "gathered": "sharded: parameters of the blocks in use, whole, and the buffers they are gathered into",
+    "gradients": "those that exist at the peak",
+    "reductions": "several ranks: gradients on their way to the other ranks",
+    "optimizer": "optimizer state",
+    "average": "averaged weights (EMA)",
+    "frozen parts": "networks that are not trained",
+    "half copies": "half-precision copies of fp32 weights (autocast)",
+    "activations": "tensors stored for backward",
+    "inputs": "the batch",
+    "workspaces": "temporary tensors, those of a watch, and the scratch memory of cuDNN and cuBLAS",
+    "graph pool": "fragmentation of a CUDA graph's memory",
+}
+"""What each component of a peak holds."""
 
 MODES: tuple[Mode, ...] = ("eager", "compile", "graph")
 Layout = Literal["alone", "ddp", "shard"]
