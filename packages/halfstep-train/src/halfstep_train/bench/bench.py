@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
@@ -125,7 +126,7 @@ def conclude(
     bases = {name: base for name in BASES if (base := find_baseline(rows, name))}
 
     def compare(row: Row) -> Row:
-        speedups = {f"speedup_{name}": base.ms / row.ms for name, base in bases.items()}
+        speedups: dict[str, Any] = {f"speedup_{name}": base.ms / row.ms for name, base in bases.items()}
         return replace(row, floor_ms=compute_floor_ms(flops, hardware, row.precision), **speedups)
 
     rows = [compare(row) if row.has_speed else row for row in rows]

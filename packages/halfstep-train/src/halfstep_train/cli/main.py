@@ -254,7 +254,7 @@ def explain_usage_error(error: Any) -> ConfigError:
 def _suggest_instead(option: str, options: Sequence[Any]) -> str:
     """Return what to write instead of another tool's flag or of a setting written as an option; else empty."""
     from halfstep.precision.names import PRECISIONS
-    from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
+    from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 
     name, names = option.lstrip("-").replace("-", "_"), {one.name for one in options}
     if "quiet" in names and name in HABITS:
@@ -263,7 +263,7 @@ def _suggest_instead(option: str, options: Sequence[Any]) -> str:
     if precision in PRECISIONS:
         taking = [one for one in options if one.name in ("precision", "precisions", "target")]
         return f"use {taking[0].opts[0]} {taking[0].metavar or precision}. " if taking else ""
-    if "arguments" in names and (name in KEY_ALIASES or name in PRECISION_KEYS or "." in name):
+    if "arguments" in names and (name in {*KEY_ALIASES, *PRECISION_KEYS, *PER_RANK_KEYS} or "." in name):
         return f"write settings as {KEY_ALIASES[name].path if name in KEY_ALIASES else name}=VALUE. "
     return ""
 

@@ -264,8 +264,8 @@ class TraceableStep:
         settings = configure_phase(self.config.step_settings, phase)
         if settings.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
-        own = {"parts": phase.parameters, "groups": phase.groups}
-        return build_optimizer(settings, self.workload.model, setting, Length(1, 1), **own)[0]
+        model, length = self.workload.model, Length(1, 1)
+        return build_optimizer(settings, model, setting, length, parts=phase.parameters, groups=phase.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
