@@ -138,7 +138,10 @@ def train_row(request: CompareRequest, row: ComparedRow, seed: int, folder: Path
     summary, curve = dict[str, Any](), list[tuple[int, float, float]]()
     if end == "done":
         record = read_run(folder)
-        summary = record.summary | read_data_digest(folder)
+        summary = record.summary
+        # Demo data are generated in the run's folder.
+        if (digest := folder / "data.json").is_file() and not (folder / "data").is_dir():
+            summary = {**summary, "data": "of digest " + str(parse_json(digest.read_text())["digest"])[:12]}
         curve = [(v["step"], v["elapsed_s"], float(v[record.metric])) for v in record.select_kind("val")]
     value = curve[-1][2] if curve else math.nan
     if request.best and curve:
@@ -153,14 +156,6 @@ def train_row(request: CompareRequest, row: ComparedRow, seed: int, folder: Path
         end=end,
         stopped=stopped,
     )
-
-
-def read_data_digest(folder: Path) -> dict[str, str]:
-    """Return the digest of the data files; empty for data generated inside the run's folder."""
-    record = folder / "data.json"
-    if not record.is_file() or (folder / "data").is_dir():
-        return {}
-    return {"data": "of digest " + str(parse_json(record.read_text())["digest"])[:12]}
 
 
 def remove_all_but_records(folder: Path) -> None:

@@ -6,12 +6,9 @@ onnxruntime. All of it runs on the CPU, where every format can be compared."""
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from halfstep.errors import ConfigError, format_bytes
 from halfstep.hardware.clock import Stopwatch
 from halfstep.step.randomness import choose_algorithms
 from halfstep.tensor_files import write_tensors
-from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text
+from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text, silence
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.folder import refuse_used_folder
 from halfstep_train.run.frozen_modules import name_lost_files
@@ -268,7 +265,7 @@ def write_onnx(loaded: LoadedModel, command: ExportCommand, path: Path, format: 
             why="onnxruntime's quantizer reads files of at most 2 GiB",
             fix="--format fp16",
         )
-    with _silence_exporter(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with silence(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / "fp32.onnx" if format == "int8" else path
         try:
             torch.onnx.export(
@@ -327,22 +324,6 @@ def _quantise(loaded: LoadedModel, command: ExportCommand, source: Path, target:
     left = [one for one in stored if one.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.INT32)]
     num_left = sum(math.prod(one.dims) for one in left if not one.name.endswith(("_scale", "_zero_point")))
     return 1 - num_left / sum(weight.numel() for weight in loaded.model.parameters())
-
-
-@contextmanager
-def _silence_exporter() -> Iterator[None]:
-    """Hide what torch and onnxruntime write about themselves while they convert a model."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 # --- console ---
