@@ -95,6 +95,11 @@ CachePath = Annotated[NamedPath, MAY_BE_MISSING]
 PositiveCount = Annotated[int, Field(ge=1)]
 
 
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """Declare a setting by its default and its description, because every setting has both."""
+    return Field(default=default, description=description, **limits)
+
+
 class Section(BaseModel):
     """One section of a config."""
 
