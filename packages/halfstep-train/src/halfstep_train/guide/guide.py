@@ -41,7 +41,7 @@ Value = TypeVar("Value")
 NO_DEFAULT = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """One question; `key` is its name in a file of answers."""
 
@@ -179,39 +179,21 @@ def show_question(console: Console, question: Question) -> None:
 
 FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}
 """The guide's entry for each family, and the workload that most users want on a GPU."""
-TASK = Question(
-    key="task",
-    text="What do you want to train?",
-    choices={task: entry.about for task, (entry, _) in FAMILIES.items()},
-    default=next(iter(FAMILIES)),
-)
-MODEL = Question(
-    key="model",
-    text="Which model? Larger ones want more data and time.",
-    choices={
-        name: text for entry, _ in FAMILIES.values() if len(entry.models) > 1 for name, text in entry.models.items()
-    },
-)
-DATA = Question(key="data", text="Where are your data?", empty_means="demo data, generated")
-GOAL = Question(
-    key="goal",
-    text="What matters most?",
-    choices={
-        "fast": "done soon",
-        "quality": "the best result, however long it takes",
-        "lowmem": "little memory",
-        "stable": "no surprises: strict fp32",
-    },
-    default="fast",
-)
-PICK = Question(key="pick", text="Which one?", default="1")
-FILE = Question(key="file", text="Write it to which file?")
-START = Question(
-    key="start",
-    text="Start the training now?",
-    choices={"no": "only write the file", "yes": "start"},
-    default="no",
-)
+TASKS = {task: entry.about for task, (entry, _) in FAMILIES.items()}
+TASK = Question("task", "What do you want to train?", TASKS, default=next(iter(FAMILIES)))
+MODELS = {name: text for entry, _ in FAMILIES.values() if len(entry.models) > 1 for name, text in entry.models.items()}
+MODEL = Question("model", "Which model? Larger ones want more data and time.", MODELS)
+DATA = Question("data", "Where are your data?", empty_means="demo data, generated")
+GOALS = {
+    "fast": "done soon",
+    "quality": "the best result, however long it takes",
+    "lowmem": "little memory",
+    "stable": "no surprises: strict fp32",
+}
+GOAL = Question("goal", "What matters most?", GOALS, default="fast")
+PICK = Question("pick", "Which one?", default="1")
+FILE = Question("file", "Write it to which file?")
+START = Question("start", "Start the training now?", {"no": "only write the file", "yes": "start"}, default="no")
 QUESTIONS = (TASK, MODEL, DATA, GOAL, PICK, FILE, START)
 
 

@@ -77,7 +77,7 @@ def _adapt_to_small_data(preset: str, situation: Situation) -> str:
 
 def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
     """Build one suggestion: choose precision, batch, learning rate and workers, each with its reason."""
-    precision = _choose_precision(situation, preset)
+    precision = decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
     paths = {"precision": precision, **_choose_base_settings(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
     size_fact = _fit_to_pictures(situation, preset, paths)
@@ -127,10 +127,6 @@ def _choose_smaller(situation: Situation) -> dict[str, Any]:
     if situation.hardware.kind != "cpu" or situation.is_demo:
         return {}
     return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
-
-
-def _choose_precision(situation: Situation, preset: str) -> str:
-    return decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
 
 
 def _explain_precision(situation: Situation, precision: str) -> str:

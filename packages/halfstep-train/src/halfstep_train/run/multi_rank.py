@@ -49,7 +49,10 @@ def connect_ranks(
     def run_compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         """Fall back to eager within the step: the other ranks are in the same step, and the sums stay the same."""
         try:
-            return run_uncut(compiled, batch)
+            # By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses
+            # less, and it fails on kernels that are custom autograd functions, as ours are.
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                return compiled(batch)
         except (HalfstepError, OutOfMemory):
             raise
         except Exception as error:
@@ -70,16 +73,6 @@ def connect_ranks(
         )
     ranks = Ranks(world, [wrapped], device)
     return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
-
-
-def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-    """Run a region that is compiled as a whole.
-
-    By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses less, and it
-    fails on kernels that are custom autograd functions, as ours are.
-    """
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        return compiled(batch)
 
 
 def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
