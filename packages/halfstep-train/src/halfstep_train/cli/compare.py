@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.disk import make_absolute
-from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
+from halfstep.errors import CheckpointError, ConfigError, Interrupted, format_count, suggest_command
 from halfstep_train.cli.options import (
     DataDir,
     Device,
@@ -139,9 +139,9 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
-    from halfstep_train.run.folder import refuse_no_comparison
-
-    refuse_no_comparison(folder)  # before torch is imported
+    if not (folder / "comparison.json").is_file():  # before torch is imported
+        fix = "name a folder that `halfstep compare` created"
+        raise CheckpointError(f"{folder} is not a comparison", why="comparison.json is missing", fix=fix)
     from halfstep_train.use.compare import open_comparison, refuse_incomparable_runs
 
     flags, names = map_flags(context), read_given(context)

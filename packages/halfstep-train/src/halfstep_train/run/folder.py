@@ -223,20 +223,6 @@ def refuse_used_folder(out: Path) -> None:
         )
 
 
-COMPARISON = "comparison.json"
-"""The record of `halfstep compare`, in a folder of its own."""
-
-
-def refuse_no_comparison(folder: Path) -> None:
-    """Raise CheckpointError if `halfstep compare` did not make this folder."""
-    if not (folder / COMPARISON).is_file():
-        raise CheckpointError(
-            f"{folder} is not a comparison",
-            why=f"{COMPARISON} is missing",
-            fix="name a folder that `halfstep compare` created",
-        )
-
-
 def suggest_resume(path: Path, world: World | None = None) -> str:
     """Return the command that resumes a run of these ranks which stopped before its end."""
     if is_dry_run(path):

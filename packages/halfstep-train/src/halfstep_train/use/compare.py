@@ -24,7 +24,7 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
 from halfstep_train.config.foreign import flatten_keys
-from halfstep_train.run.folder import COMPARISON, RunFolder, make_paths_absolute, name_run
+from halfstep_train.run.folder import RunFolder, make_paths_absolute, name_run
 from halfstep_train.tune.choose import find_asked_mode
 from halfstep_train.use.compare_run import (
     OUT_OF_MEMORY,
@@ -175,6 +175,7 @@ def find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
     return sorted(key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key))
 
 
+COMPARISON = "comparison.json"
 STORED = TypeAdapter(Comparison)
 """Comparisons as JSON, in which null stands for NaN."""
 
