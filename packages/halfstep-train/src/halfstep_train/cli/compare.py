@@ -134,7 +134,10 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
     strict = "true" if given["strict"] else None
     flags = {"device": given["device"], "data.dir": data_dir, "precision.strict": strict}
     overrides += [f"{key}={value}" for key, value in flags.items() if value is not None]
-    return target, overrides, _parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])
+    if rows := [*(given["rows"] or []), *more_rows]:
+        return target, overrides, [_parse_row(text) for text in rows]
+    names = [name.strip() for name in given["precisions"].split(",") if name.strip()]
+    return target, overrides, [(name, [f"precision={name}"]) for name in names]
 
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
@@ -195,13 +198,6 @@ def _make_absolute(path: str) -> str:
     """Make an existing path absolute, so that --resume finds it from any working folder."""
     absolute = make_absolute(path)
     return str(absolute) if absolute.exists() else path
-
-
-def _parse_rows(rows: list[str], precisions: str) -> list[Row]:
-    if rows:
-        return [_parse_row(text) for text in rows]
-    names = [name.strip() for name in precisions.split(",") if name.strip()]
-    return [(name, [f"precision={name}"]) for name in names]
 
 
 def _parse_row(text: str) -> Row:

@@ -122,12 +122,12 @@ def export(
                 bar.advance()
             written = OnnxModel(folder / "model.onnx")
             shown = [loaded.look(k)[0][command.input] for k in range(min(NUM_COMPARED, len(workload.val_samples)))]
-            largest = max(_compare(model, written, one) for one in shown)
+            with torch.no_grad():
+                largest = max(float((model(one) - written(one)).abs().max()) for one in shown)
         after = _score(replace(loaded, model=written), evaluating_as, folder / "after")
         facts = load_part(command.describe)(config, run.store, folder)
         write_atomically(folder / "preprocessing.json", dump_json(facts) + "\n")
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        is_picture = {file: file.parent != folder for file in files}
         found = ExportResult(
             run=str(run.folder.path),
             workload=run.config.workload,
@@ -141,7 +141,7 @@ def export(
             after=after,
             num_samples=len(workload.val_samples),
             bytes_before=sum(value.nbytes for value in model.state_dict().values()),
-            bytes_after=sum(file.stat().st_size for file in files if not is_picture[file]),
+            bytes_after=sum(file.stat().st_size for file in files if file.parent == folder),  # not the pictures
             ms_before=_time_sample(model, x),
             ms_after=_time_sample(written, x),
             largest_difference=largest,
@@ -161,12 +161,6 @@ def _score(loaded: LoadedModel, evaluating_as: Any, folder: Path) -> dict[str, f
     if not evaluation.draw_pictures(folder, loaded.look):
         folder.rmdir()
     return metrics
-
-
-def _compare(model: nn.Module, written: nn.Module, x: Tensor) -> float:
-    """Return the largest difference of the outputs for one validation sample."""
-    with torch.no_grad():
-        return float((model(x) - written(x)).abs().max())
 
 
 def _time_sample(model: nn.Module, x: Tensor) -> float:
