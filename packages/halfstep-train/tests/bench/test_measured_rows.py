@@ -25,7 +25,6 @@ from halfstep.hardware.probe import probe
 from halfstep_train.bench.bench import (
     BenchRequest,
     HalfstepRunner,
-    add_speedups,
     bench,
     check_clocks,
     check_drift,
@@ -367,7 +366,7 @@ def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **other
 def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
     rows = [row("compile", "fp32", 50.0), row("eager", "fp32", 100.0), row("eager", "tf32", 60.0)]
     rows += [row("graph", "bf16", 10.0), row("eager", "fp8", 5.0, simulated=True)]
-    found = {r.label: r for r in add_speedups(rows)}
+    found = {r.label: r for r in conclude(rows, flops=1, hardware=look_up_gpu("h200")).rows}
     fast = found["halfstep graph bf16"]
     assert (fast.speedup_fp32, fast.speedup_tf32) == (10.0, 6.0)
     assert found["halfstep compile fp32"].speedup_fp32 == 2.0

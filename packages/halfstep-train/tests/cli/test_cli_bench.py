@@ -162,7 +162,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--steps", "3"), "--steps 3 is too few"),
         (("unet", "--modes", "eagre"), "unknown --modes 'eagre'"),
         (("unet", "--modes", ""), "--modes '' is empty"),
-        (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate\n"),
+        (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate"),
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
         (("unet", "--batch-size", "0"), "--batch-size 0: must be greater than or equal to 1"),

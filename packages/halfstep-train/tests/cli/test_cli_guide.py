@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,12 +125,8 @@ def write_demo_pairs(folder: Path) -> Path:
         ("tusk: own", "no question 'tusk'"),
         ("start: perhaps", "'perhaps' is not a choice"),
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
-        (
-            "task: own\nworkload: tiny_workload:build\ndata: .\nmodel: resnet50",
-            "the file answers questions that were not asked: model",
-        ),
-        ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
-        ("task: own\nworkload: json:loads", "no folder"),
+        ("task: segmentation\nmodel: resnet50", "the file answers questions that were not asked: model"),
+        ("task: own", "'own' is not a choice"),
     ],
 )
 def test_wrong_answers_are_errors_and_nothing_is_written(
@@ -143,35 +140,15 @@ def test_wrong_answers_are_errors_and_nothing_is_written(
     assert_nothing_is_left(place)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_start_really_starts_the_training(place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from halfstep.errors import DataError\ndef build(config, store=None):\n    raise DataError('it began')\n"
-    (place.parent / "guide_own_workload.py").write_text(source)
-    monkeypatch.syspath_prepend(str(place.parent))
-    answers = "task: own\nworkload: guide_own_workload:build\ndata: .\nstart: yes\n"
-    Path("answers.yaml").write_text(answers)
-    code, text, error = run_command(capsys, *QUICK, "--answers", "answers.yaml")
-    assert code == 2
-    assert "it began" in error
-    assert commands_in(text) == ["train", "guide_own_workload-build-fast.yaml"]
-    assert load("guide_own_workload-build-fast.yaml").config.train.auto_batch
-
-
-def test_a_workload_of_ones_own_with_demo_data_needs_no_folder(
-    place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (place.parent / "own_demo.py").write_text(
-        "import dataclasses\n"
-        "from halfstep_train.workloads import KINDS\n"
-        "from halfstep_train.workloads.base.kind import SampleUnit\n"
-        "page = SampleUnit(size=lambda config: 'a page')\n"
-        "KIND = dataclasses.replace(KINDS['gpt2'], guide=None, sample=page)\n"
-    )
-    monkeypatch.syspath_prepend(str(place.parent))
-    Path("answers.yaml").write_text("task: own\nworkload: own_demo:KIND\n")
+    began: list[Any] = []
+    monkeypatch.setattr("halfstep_train.run.train.train", began.append)
+    Path("answers.yaml").write_text("task: segmentation\nstart: yes\n")
     code, text, error = run_command(capsys, *QUICK, "--answers", "answers.yaml")
     assert code == 0, error
-    assert "pixels" not in text
-    assert load("own_demo-KIND-fast.yaml").config.data.dir is None
+    assert commands_in(text) == ["train", "unet-fast.yaml"]
+    assert [loaded.config for loaded in began] == [load("unet-fast.yaml").config]
 
 
 @pytest.mark.usefixtures("untraced")

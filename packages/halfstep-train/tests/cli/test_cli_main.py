@@ -93,7 +93,7 @@ def test_dashes_and_underscores_in_flags_are_alike(given: list[str], understood:
          "did you mean --epochs"),
         (["train", "unet", "--fp32"], "error: No such option: --fp32", "use --precision fp32"),
         (["bench", "unet", "--bf16"], "error: No such option: --bf16", "use --precisions bf16. "),
-        (["dry-run", "unet", "--bf16"], "error: No such option: --bf16", "use --target fp16|bf16-true|fp8. "),
+        (["dry-run", "unet", "--bf16"], "error: No such option: --bf16", "use --target bf16. "),
         (["train", "unet", "--lr", "x"], "error: --lr x: must be a valid number", "halfstep train --help"),
         (["train", "unet", "--bf16=3"], "error: Option '--bf16' does not take a value", "halfstep --help"),
         (["pack", "x", "--size", "0"], "error: --size 0: must be greater than",
@@ -172,7 +172,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path: Path, comm
 def test_output_to_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
     done = shell(f"{HALFSTEP} formats > /dev/full", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot write the output: No space left on device\n")
+    assert done.stderr.startswith("error: cannot write: No space left on device\n")
     assert "Traceback" not in done.stderr
 
 

@@ -68,7 +68,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits() 
     [
         (("--memory", "--fit", "24 parsecs"), "24 parsecs"),
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
-        (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
+        (("--memory", "--mode", "slow"), "--mode slow: 'slow' is not one of 'eager'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
         (("--memory", "--ranks", "99"), "--ranks 99 with train.batch_size"),
     ],
@@ -113,12 +113,12 @@ def test_the_guides_memory_table_by_component_fits_80_columns(monkeypatch: pytes
 
 
 def test_a_memory_plan_reports_its_progress() -> None:
-    from halfstep_train.cli.plan import _choose_device, _plan_memory
+    from halfstep_train.use.plan_memory import plan_memory
 
     told: list[str] = []
     flags = dict.fromkeys(("data_dir", "device", "strict", "simulate")) | {"precision": "bf16"}
-    device, config = _choose_device(None, 10**9, flags), load("unet", overrides=[*SMALL]).config
-    plan = _plan_memory(config, flags, "eager", ("eager",), device, None, told.append, gpu=None, is_made_up=True)
+    config = load("unet", overrides=[*SMALL]).config
+    plan = plan_memory(config, flags, told.append, size=10**9, mode="eager", is_made_up=True)
     num = len(plan.rows)
     assert told[0] == f"predicting bf16, normal (1 of {num})"
     assert f"finding the largest batch: bf16, normal (1 of {num})" in told

@@ -45,6 +45,8 @@ def measured(variant: str, precision: str, ms: float, name: str = "halfstep", **
 RECORD: dict[str, Any] = {
     "device": "NVIDIA H200",
     "versions": {"torch": "2.11.0"},
+    "unit": {"name": "sample", "per_sample": 1},
+    "sample_size": "512 pixels",
     "problem": {
         "workload": "unet",
         "parameters": 31_037_698,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep_train.report.listeners import Callbacks, open_trackers, refuse_missing, select_scalars
+from halfstep_train.report.listeners import Callbacks, Listener, open_trackers, refuse_missing, select_scalars
 from halfstep_train.report.metrics_file import cut_back, find_last_step, read
 from halfstep_train.report.run_report import RunReport
 
@@ -59,7 +59,7 @@ def test_trackers_get_the_numbers_of_a_record_by_its_kind() -> None:
     assert select_scalars(record) == {"val/iou": 0.5}
 
 
-class Failing:
+class Failing(Listener):
     """A tracker whose connection is lost after one record."""
 
     name, where = "elsewhere", ""
@@ -71,8 +71,6 @@ class Failing:
         if self.got:
             raise ConnectionError("no route to host")
         self.got.append(record["step"])
-
-    def add_files(self, folder: Path, files: Sequence[Path]) -> None: ...
 
     def close(self, *, is_complete: bool) -> None:
         raise AssertionError("it was dropped")

@@ -232,7 +232,7 @@ def test_a_report_predicts_the_memory_of_one_rank(
 ) -> None:
     # A report runs no custom code, which this workload is.
     monkeypatch.setattr(sizing, "load_stored", lambda path, flags, trust: load_stored(path, flags, trust=True))
-    found = sizing.predict_stored_run(ran[0] / "whole")
+    found = sizing.predict_memory_for_page(ran[0] / "whole")
     assert found["weights"] < sum(p.numel() * 4 for p in sharded_workload.Net(3).parameters()) * 0.6
 
 

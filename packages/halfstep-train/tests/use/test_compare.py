@@ -19,6 +19,7 @@ from halfstep_train.cli.compare import parse_budget
 from halfstep_train.cli.report import render_comparison_page
 from halfstep_train.run.train import train
 from halfstep_train.use.compare import (
+    STORED,
     Comparison,
     collect_settings,
     measure_time_to_quality,
@@ -100,10 +101,11 @@ def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path
     outcome = train_row(request, row, 0, tmp_path / "wild")
     assert math.isnan(outcome.value)
     assert (outcome.end, bool(outcome.stopped)) == ("stopped", True)
-    stored = RunOutcome.from_json(json.loads(json.dumps(outcome.to_json())))
-    assert (stored.end, stored.stopped) == (outcome.end, outcome.stopped)
     runs = [timed("a", 0, [0.5, 0.8]), outcome]
     comparison = Comparison(request=request, runs=runs, settings=collect_settings(request))
+    stored = STORED.validate_json(STORED.dump_json(comparison))
+    assert math.isnan(stored.runs[1].value)
+    assert (stored.request, stored.runs[1].end, stored.runs[0]) == (request, outcome.end, runs[0])
     wild = build_lines(comparison)[1]
     assert (wild.seeds_that_never_reached_it, wild.seconds_to_same_quality, wild.seconds_per_epoch) == (1, None, None)
     found = json.loads(json.dumps(convert_comparison(comparison), allow_nan=False))["rows"][1]
@@ -281,7 +283,7 @@ def test_bad_input_is_refused_before_anything_runs(
 def written(folder: Path, request: CompareRequest, **more: Any) -> Path:
     folder.mkdir()
     comparison = Comparison(request=request, settings=collect_settings(request), **more)
-    (folder / "comparison.json").write_text(comparison.to_json())
+    (folder / "comparison.json").write_bytes(STORED.dump_json(comparison))
     return folder
 
 
@@ -321,9 +323,8 @@ def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.Captur
     request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, seeds=5, margin=0.5, budget_s=1e-9)
     found = train_row(request, rows[0], 0, place)
     assert list(place.glob("checkpoints/step-*")), "killed now, it goes on from here"
-    (tmp_path / "c" / "comparison.json").write_text(
-        Comparison(request=request, settings=collect_settings(request), runs=[found], spent_s=1.0).to_json()
-    )
+    comparison = Comparison(request=request, settings=collect_settings(request), runs=[found], spent_s=1.0)
+    (tmp_path / "c" / "comparison.json").write_bytes(STORED.dump_json(comparison))
     run(capsys, "--resume", str(folder))  # nothing is left to spend: it only puts away
     assert not list(folder.glob("runs/*/checkpoints"))
     assert len(open_comparison(folder).runs) == 1

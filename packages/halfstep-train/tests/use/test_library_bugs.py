@@ -118,4 +118,4 @@ def test_a_bug_that_halfstep_does_not_avoid_is_a_failed_check(
 def test_other_options_are_refused(more: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = output_of(capsys, "--bugs", more)
     assert code == 2
-    assert "--bugs cannot be combined" in err
+    assert "--bugs tests the first GPU" in err

@@ -64,13 +64,7 @@ def test_without_made_up_data_a_bench_repeats_a_batch_of_its_own(workload: str, 
     assert problem.loss(problem.make_model(), problem.prepare(problem.host_batch)).isfinite()
 
 
-def test_guide_and_memory_plan_take_it_with_its_demo_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("answers.yaml").write_text(f"task: own\nworkload: {EXAMPLE}\nfile: own.yaml\n")
-    assert run(capsys, "guide", "--answers", "answers.yaml", "--device", "cpu", "--no-measure")[0] == 0
-    assert load("own.yaml").config.workload == EXAMPLE
+def test_a_memory_plan_takes_it_with_its_demo_data(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "plan", EXAMPLE, "--memory", "--gpu", "T4", "--mode", "eager", "--precision", "fp32")
     assert code == 0, text
 

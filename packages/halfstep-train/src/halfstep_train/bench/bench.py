@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
@@ -122,9 +123,13 @@ def conclude(
     rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
 ) -> BenchResult:
     """Add floor, speedups and warnings to the measured rows."""
-    floors = {name: compute_floor_ms(flops, hardware, name) for name in {row.precision for row in rows}}
-    rows = [replace(row, floor_ms=floors[row.precision]) if row.has_speed else row for row in rows]
-    rows = add_speedups(rows)
+    bases = {name: base for name in BASES if (base := find_baseline(rows, name))}
+
+    def compare(row: Row) -> Row:
+        speedups: dict[str, Any] = {f"speedup_{name}": base.ms / row.ms for name, base in bases.items()}
+        return replace(row, floor_ms=compute_floor_ms(flops, hardware, row.precision), **speedups)
+
+    rows = [compare(row) if row.has_speed else row for row in rows]
     # Eager fp32 if measured, else the first measured row.
     reference = find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
     warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
@@ -132,7 +137,7 @@ def conclude(
         rows=tuple(rows),
         warnings=tuple(filter(None, warnings)),
         reference=reference.label if reference else "",
-        bases={name: base.label for name in BASES if (base := find_baseline(rows, name))},
+        bases={name: base.label for name, base in bases.items()},
         repeated=repeated,
     )
 
@@ -172,20 +177,6 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
     missing = explain_simulation(runner.config.precision, runner.hardware)
     simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
     return replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
-
-
-def add_speedups(rows: Sequence[Row]) -> list[Row]:
-    """Add each row's speedup over strict fp32 and over TF32, halfstep's eager rows if measured."""
-    bases = {name: find_baseline(rows, name) for name in BASES}
-
-    def compute_speedup(name: str, row: Row) -> float | None:
-        base = bases[name]
-        return base.ms / row.ms if base and row.has_speed else None
-
-    return [
-        replace(row, speedup_fp32=compute_speedup("fp32", row), speedup_tf32=compute_speedup("tf32", row))
-        for row in rows
-    ]
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:

@@ -25,12 +25,9 @@ from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
-from halfstep_train.bench.isolate import CacheState, CacheWatch, isolate_row, read_clock_limits
+from halfstep_train.bench.isolate import CacheWatch, isolate_row, read_clock_limits
 from halfstep_train.bench.problem import Problem, Runner
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
-
-LISTS = ("remarks", "window_ms", "clock_limits")
-"""Tuples that become lists in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +87,6 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, including the values derived from the windows."""
         values = dataclasses.asdict(self)
-        values |= {name: list(values[name]) for name in LISTS}
         if self.loss is not None and not math.isfinite(self.loss):
             values["loss"] = None  # JSON has no NaN; a warning reports it
         if self.is_measured:
@@ -145,22 +141,8 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 class StepTimer:
     """Time the steps of a row: a runner calls it after each one. Memory is None on a CPU."""
 
-    start_s: float
-    """Seconds from creation to the end of the first step."""
-    cache: CacheState
-    """State of the compiler's cache at the first step: a capture, steps later, compiles further kernels."""
-    start_peak_bytes: int | None
-    """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
     window_s: tuple[float, ...] = ()
     """Seconds per step, one value per window."""
-    peak_bytes: int | None
-    """Peak while training, including a graph's memory."""
-    reserved_bytes: int | None
-    """The most memory that torch reserved while training, caches included."""
-    joules_per_step: float | None
-    _energy: EnergyMeter
-    clock_limits: tuple[str, ...]
-    """What limited the device's clocks."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
         """Start the clock of a row.
@@ -180,6 +162,7 @@ class StepTimer:
         if self.count == 1:
             wait_for(self.device)
             self.start_s = time.perf_counter() - self.began
+            # At the first step: a capture, steps later, compiles further kernels.
             self.cache = self._compilers.get_state()
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
@@ -199,6 +182,7 @@ class StepTimer:
 
     def _end_warm_up(self) -> None:
         wait_for(self.device)
+        # Until now kernels were chosen and graphs captured.
         self.start_peak_bytes = self._read_peak_bytes()
         reset_peak(self.device)
         self._energy = EnergyMeter(self.device)
@@ -224,7 +208,7 @@ class StepTimer:
         wait_for(self.device)
         joules = self._energy.read_joules()
         self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
-        self.peak_bytes = self._read_peak_bytes()
+        self.peak_bytes = self._read_peak_bytes()  # while training, with a graph's memory
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
         self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
 

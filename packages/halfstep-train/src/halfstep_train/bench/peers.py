@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -32,6 +30,7 @@ from halfstep.errors import HalfstepError, HardwareError, PrecisionError
 from halfstep_train.bench.isolate import isolate_row
 from halfstep_train.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep_train.kernels.fast_forms import force
+from halfstep_train.report.console import silence
 from halfstep_train.tune.fresh_thread import make_graph_storage
 
 Variant = Literal["documented", "tuned", "graphs"]
@@ -150,19 +149,6 @@ def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
             yield
     else:
         yield
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Suppress warnings and log lines below errors."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 @contextlib.contextmanager

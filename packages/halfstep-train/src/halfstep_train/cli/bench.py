@@ -65,17 +65,8 @@ def command(
     time_rows(*found, save, as_json=as_json)
 
 
-MODES = {
-    "eager": "operation by operation",
-    "compile": "model and loss through torch.compile",
-    "graph": "the whole step as one CUDA graph",
-    "auto": "the mode that `halfstep train` chooses",
-}
-PEERS = {
-    "plain": "a plain PyTorch loop",
-    "lightning": "Lightning's Trainer",
-    "accelerate": "Hugging Face Accelerate",
-}
+MODES = ("eager", "compile", "graph", "auto")
+PEERS = ("plain", "lightning", "accelerate")
 VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
@@ -90,19 +81,17 @@ def add_workload(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def split_choices(text: str | None, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:
     """Split `a,b` into its choices, in the order given; refuse an empty list and unknown choices."""
     if text is None:
         return ()
     found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))
     if not found:
-        fix = f"leave {option} out, or name some: {option} {','.join(list(allowed or ('fp32', 'bf16'))[:2])}"
+        fix = f"leave {option} out, or name some: {option} {','.join((allowed or ('fp32', 'bf16'))[:2])}"
         raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
     for choice in found:
         if allowed and choice not in allowed:
-            named = {name: meaning for name, meaning in allowed.items() if (":" in name) <= (":" in choice)}
-            known = "known values: " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items())
-            raise ConfigError(f"unknown {option} {choice!r}", why=known, fix=suggest_nearest(choice, named))
+            raise ConfigError(f"unknown {option} {choice!r}", fix=suggest_nearest(choice, allowed))
     return found
 
 
@@ -120,9 +109,9 @@ def prepare_request(
 
     `flags` are options that are also settings of a run; an option that was not given is None.
     """
-    variants = {f"{peer}:{kind}": f"{peer}, {kind}" for peer in PEERS for kind in VARIANTS}
+    variants = [f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS]
     chosen_modes = split_choices(modes, "--modes", MODES)
-    peers = split_choices(against, "--against", PEERS | variants)
+    peers = split_choices(against, "--against", [*PEERS, *variants])
     from halfstep.precision.names import normalise_precision
 
     names = split_choices(precisions, "--precisions")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.disk import make_absolute
-from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
+from halfstep.errors import CheckpointError, ConfigError, Interrupted, format_count, suggest_command
 from halfstep_train.cli.options import (
     DataDir,
     Device,
@@ -134,14 +134,17 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
     strict = "true" if given["strict"] else None
     flags = {"device": given["device"], "data.dir": data_dir, "precision.strict": strict}
     overrides += [f"{key}={value}" for key, value in flags.items() if value is not None]
-    return target, overrides, _parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])
+    if rows := [*(given["rows"] or []), *more_rows]:
+        return target, overrides, [_parse_row(text) for text in rows]
+    names = [name.strip() for name in given["precisions"].split(",") if name.strip()]
+    return target, overrides, [(name, [f"precision={name}"]) for name in names]
 
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
-    from halfstep_train.run.folder import refuse_no_comparison
-
-    refuse_no_comparison(folder)  # before torch is imported
+    if not (folder / "comparison.json").is_file():  # before torch is imported
+        fix = "name a folder that `halfstep compare` created"
+        raise CheckpointError(f"{folder} is not a comparison", why="comparison.json is missing", fix=fix)
     from halfstep_train.use.compare import open_comparison, refuse_incomparable_runs
 
     flags, names = map_flags(context), read_given(context)
@@ -195,13 +198,6 @@ def _make_absolute(path: str) -> str:
     """Make an existing path absolute, so that --resume finds it from any working folder."""
     absolute = make_absolute(path)
     return str(absolute) if absolute.exists() else path
-
-
-def _parse_rows(rows: list[str], precisions: str) -> list[Row]:
-    if rows:
-        return [_parse_row(text) for text in rows]
-    names = [name.strip() for name in precisions.split(",") if name.strip()]
-    return [(name, [f"precision={name}"]) for name in names]
 
 
 def _parse_row(text: str) -> Row:

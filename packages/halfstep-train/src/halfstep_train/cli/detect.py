@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
 
 from halfstep.errors import ConfigError
 from halfstep_train.cli.options import Json, option
+from halfstep_train.report.console import make_columns_table, make_pairs_table, make_rows_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfstep.hardware.device_facts import Hardware
     from halfstep.precision.advice import HardwareAdvice
 
@@ -49,11 +52,7 @@ def command(
     asked = " ".join(name or [])
     if bugs:
         if asked or no_measure or fresh:
-            raise ConfigError(
-                "--bugs cannot be combined with a device or another option",
-                why="it tests the first GPU of this machine, or the CPU if there is none",
-                fix="halfstep detect --bugs",
-            )
+            raise ConfigError("--bugs tests the first GPU of this machine, or its CPU", fix="halfstep detect --bugs")
         return report_bugs(as_json=as_json)
     if asked.lower() == "list":
         return print_known(as_json=as_json)
@@ -71,7 +70,10 @@ def command(
     else:
         devices = probe_devices(asked, look_only=no_measure, fresh=fresh)
     answers = [(hardware, advise(hardware)) for hardware in devices]
-    return print_json(answers) if as_json else print_tables(answers)
+    if as_json:
+        found = [{**hardware.to_dict(), "advice": advice.to_dict()} for hardware, advice in answers]
+        return typer.echo(json.dumps({"devices": found}, indent=2))
+    return print_tables(answers)
 
 
 def report_bugs(*, as_json: bool) -> None:
@@ -83,15 +85,9 @@ def report_bugs(*, as_json: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     findings = list(find_bugs(device))
     if as_json:
-        import json
-
         report = {"torch": torch.__version__, "device": device, "bugs": describe_bugs(findings)}
         typer.echo(json.dumps(report, indent=2))
     else:
-        from rich.console import Console
-
-        from halfstep_train.report.console import make_rows_table
-
         console = Console()
         rows = [(finding.bug.name, finding.here, finding.with_halfstep, finding.bug.what) for finding in findings]
         console.print(f"torch {torch.__version__}, {device}\n")
@@ -109,21 +105,13 @@ def print_known(*, as_json: bool) -> None:
     for gpu in KNOWN:
         names.setdefault(f"{gpu.facts.vendor} {gpu.facts.architecture}", []).append(gpu.name)
     if as_json:
-        import json
-
         typer.echo(json.dumps({"gpus": names}, indent=2))
         return
-    from rich.console import Console
-
-    from halfstep_train.report.console import make_pairs_table
-
     Console().print(make_pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
 def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
     """Probe one device or all, and measure their speed unless `look_only` is set."""
-    from rich.console import Console
-
     progress = Console(stderr=True)
     # Importing torch and probing take seconds.
     with progress.status("looking for devices"):
@@ -143,16 +131,7 @@ def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware,
     return tuple(measured)
 
 
-def print_json(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
-    import json
-
-    devices = [{**hardware.to_dict(), "advice": advice.to_dict()} for hardware, advice in answers]
-    typer.echo(json.dumps({"devices": devices}, indent=2))
-
-
 def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
-    from rich.console import Console
-
     console = Console()
     for hardware, advice in answers:
         print_device(console, hardware, advice)
@@ -164,11 +143,7 @@ def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
 
 def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -> None:
     """Print what one device is, supports and should use."""
-    from rich.rule import Rule
-    from rich.text import Text
-
     from halfstep.hardware.describe import describe_identity, make_format_columns
-    from halfstep_train.report.console import make_columns_table, make_pairs_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
     remarks = [

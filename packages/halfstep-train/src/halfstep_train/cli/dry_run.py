@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.errors import ConfigError
 from halfstep.formats import DryRunTarget
 from halfstep_train.cli.options import (
     ArgumentsOrRun,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def command(
     arguments: ArgumentsOrRun,
-    target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
+    target: Annotated[DryRunTarget, option("The format.")],
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
     device: Device = None,
@@ -48,17 +48,13 @@ def command(
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
-    chosen = next((one for one in get_args(DryRunTarget) if one == target), None)
-    if chosen is None:
-        supported = ", ".join(get_args(DryRunTarget))
-        raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {supported}")
     from halfstep_train.run.folder import is_run
 
     # A run keeps the precision that it was trained in.
     loaded = load_arguments(arguments, flags if is_run(arguments[0]) else {**flags, "precision": "fp32"}, trust=trust)
     from halfstep_train.use.observe_step import dry_run
 
-    rows = dry_run(arguments[0], loaded, chosen, trust=trust)
+    rows = dry_run(arguments[0], loaded, target, trust=trust)
     if picture is not None:
         from halfstep_train.report.range_pictures import draw_heat_map
 
@@ -79,8 +75,6 @@ def _compute_badness(row: Judgement) -> float:
 
 
 def _convert_row(row: Judgement) -> dict[str, object]:
-    import math
-
     headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
     return {
         "module": row.module, "kind": row.kind, "verdict": row.verdict, "headroom_bits": headroom, "lost": row.lost,
@@ -95,7 +89,14 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]
     cells = [
-        (row.module, row.kind, row.verdict, _format_bits(row.headroom_bits), f"{row.lost:.1%}", row.remedy)
+        (
+            row.module,
+            row.kind,
+            row.verdict,
+            f"{row.headroom_bits:.1f}" if math.isfinite(row.headroom_bits) else "-",
+            f"{row.lost:.1%}",
+            row.remedy,
+        )
         for row in shown
     ]
     if cells:
@@ -104,7 +105,3 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     saved = {row.module for row in rows if row.is_bad} - bad
     more = f"; {len(saved)} fit only with the remedy shown" if saved else ""
     console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
-
-
-def _format_bits(headroom: float) -> str:
-    return f"{headroom:.1f}" if abs(headroom) != float("inf") else "-"

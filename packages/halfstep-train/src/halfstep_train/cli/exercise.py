@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from halfstep.errors import ConfigError, DataError
+from halfstep_train.report.console import make_rows_table, open_result_console, print_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfstep_train.exercises import Story
-
-NUMBERS = (1, 2, 3)
 
 
 def command(
-    number: Annotated[int, typer.Argument(metavar="1|2|3", help="Which exercise.")],
+    number: Annotated[Literal[1, 2, 3], typer.Argument(metavar="1|2|3", help="Which exercise.")],
     data_dir: Annotated[
         str | None,
         typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),
@@ -39,10 +38,6 @@ def command(
 
         halfstep exercise 2 --out lessons
     """  # fmt: skip
-    from rich.console import Console
-
-    if number not in NUMBERS:
-        raise ConfigError(f"there is no exercise {number}", fix="choose 1, 2 or 3")
     if data_dir is not None and number != 1:
         raise ConfigError(f"exercise {number} takes no --data-dir", why="it needs no data", fix="leave --data-dir out")
     if data_dir is not None and not Path(data_dir).is_dir():
@@ -77,10 +72,6 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 
 def _show(story: Story) -> None:
     """Print the table, the claims and the comments of an exercise."""
-    from rich.text import Text
-
-    from halfstep_train.report.console import make_rows_table, open_result_console, print_text
-
     console = open_result_console()
     console.print(Text(story.title, style="bold"))
     console.print(make_rows_table(story.titles, story.rows))

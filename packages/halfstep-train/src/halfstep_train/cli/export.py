@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,9 +17,9 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 def command(
     run: RunFolder,
-    to: Annotated[str, option("Kind of file.", "--to", metavar="safetensors|onnx")],
+    to: Annotated[Literal["safetensors", "onnx"], option("Kind of file.")],
     format: Annotated[
-        str, option("Format of the weights; bf16 for safetensors, int8 for onnx.", metavar="fp32|fp16|bf16|int8")
+        Literal["fp32", "fp16", "bf16", "int8"], option("Format of the weights; bf16 for safetensors, int8 for onnx.")
     ] = "fp32",
     data: Annotated[
         Path | None,
@@ -62,16 +62,10 @@ def command(
 
 
 def refuse_wrong_formats(to: str, format: str) -> None:
-    """Refuse a kind of file or a format that does not exist, and missing packages, before torch is imported."""
-    if to not in FORMATS:
-        raise ConfigError(f"unknown --to {to!r}", fix="use safetensors or onnx")
+    """Refuse a format that this kind of file does not have, and missing packages, before torch is imported."""
     if format not in FORMATS[to]:
-        others = [kind for kind, formats in FORMATS.items() if format in formats]
-        fix = f"--to {others[0]} --format {format}, or " if others else ""
-        why = "most kernels of onnxruntime do not take bf16" if (to, format) == ("onnx", "bf16") else ""
-        raise ConfigError(
-            f"--to {to} has no format {format!r}", why=why, fix=f"{fix}use --format {', '.join(FORMATS[to])}"
-        )
+        why = "most kernels of onnxruntime do not take bf16" if format == "bf16" else ""
+        raise ConfigError(f"--to {to} has no format {format}", why=why, fix=f"use --format {', '.join(FORMATS[to])}")
     missing = [name for name in ONNX_PACKAGES if to == "onnx" and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"--to onnx needs {', '.join(missing)}, not installed", fix=suggest_install(*ONNX_PACKAGES))

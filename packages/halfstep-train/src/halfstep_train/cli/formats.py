@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+import math
+from collections.abc import Iterable
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from halfstep.formats import FORMATS, Fate, Format, find_fate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.table import Table
+from halfstep_train.report.console import make_columns_table, make_rows_table
 
 FACTS = (
     *("bits", "storage_bits", "exponent_bits", "mantissa_bits", "has_infinity", "largest", "smallest_normal"),
@@ -46,9 +48,6 @@ def command(
 
 def print_tables(fates: dict[str, list[Fate]]) -> None:
     """Print the formats, or what each number becomes in them."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console()
     if not fates:
         console.print(make_formats_table(FORMATS.values()), "")
@@ -60,8 +59,6 @@ def print_tables(fates: dict[str, list[Fate]]) -> None:
 
 
 def print_json(fates: dict[str, list[Fate]]) -> None:
-    import json
-
     answer: object = {value: {fate.format: describe_fate(fate) for fate in rows} for value, rows in fates.items()}
     if not fates:
         answer = {fmt.name: {fact: getattr(fmt, fact) for fact in FACTS} for fmt in FORMATS.values()}
@@ -69,8 +66,6 @@ def print_json(fates: dict[str, list[Fate]]) -> None:
 
 
 def describe_fate(fate: Fate) -> dict[str, object]:
-    import math
-
     # JSON has neither inf nor nan.
     result = fate.result if math.isfinite(fate.result) else str(fate.result)
     return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
@@ -78,8 +73,6 @@ def describe_fate(fate: Fate) -> dict[str, object]:
 
 def make_formats_table(formats: Iterable[Format]) -> Table:
     """Build the table of number formats."""
-    from halfstep_train.report.console import make_columns_table
-
     listed = tuple(formats)
     columns = {
         "format": [f.name for f in listed],
@@ -96,8 +89,6 @@ def make_formats_table(formats: Iterable[Format]) -> Table:
 
 def make_fates_table(fates: Iterable[Fate]) -> Table:
     """Build the table of what one number becomes in each format."""
-    from halfstep_train.report.console import make_rows_table
-
     # Enough digits to tell neighbouring numbers apart: 17 for fp64, 9 for fp32.
     digits = {"fp64": 17}
     rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _format_loss(f)) for f in fates)

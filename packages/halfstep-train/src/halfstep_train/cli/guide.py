@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from halfstep.errors import ConfigError, Interrupted
 from halfstep_train.cli.options import refuse_unknown_device
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfstep_train.guide.guide import Asker
 
 
@@ -44,7 +44,7 @@ def command(
 
         halfstep guide --answers answers.yaml
 
-    where answers.yaml contains any of: task, model, workload, data, goal, pick, file, start.
+    where answers.yaml contains any of: task, model, data, goal, pick, file, start.
     """
     if answers is not None and not answers.exists():
         raise ConfigError(f"there is no answers file {answers}", fix="give a YAML or JSON file, or leave --answers out")
@@ -58,10 +58,6 @@ def command(
 
 def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> tuple[Path, bool]:
     """Ask, suggest and write the file; Ctrl-C before that leaves no files."""
-    import tempfile
-
-    from rich.console import Console
-
     from halfstep_train.cli.detect import probe_devices
     from halfstep_train.guide.guide import guide
 

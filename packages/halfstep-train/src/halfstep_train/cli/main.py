@@ -175,9 +175,7 @@ UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIS
 def explain_os_error(error: OSError) -> HalfstepError:
     """Return the error for a user's file or folder that cannot be used; raise other OSErrors, which are bugs."""
     if error.errno == errno.ENOSPC and error.filename is None:
-        from halfstep_train.report.run_report import explain_unwritable_output
-
-        return explain_unwritable_output(error)
+        return ConfigError(f"cannot write: {error.strerror}", fix="free disk space, or write to another disk")
     if error.errno not in UNUSABLE or error.filename is None:
         raise error
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -242,26 +240,21 @@ def explain_usage_error(error: Any) -> ConfigError:
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
     if isinstance(error.__cause__, ValidationError):  # of pydantic, which converts typer's values
         wrong = error.__cause__.errors()[0]
-        expected = wrong["msg"].partition(",")[0].replace("Input should", "must")
+        expected = wrong["msg"].partition(", unable")[0].replace("Input should", "must").removeprefix("Value error, ")
         return ConfigError(f"{error.param.opts[0]} {wrong['input']}: {expected}", fix=help_text)
     # Only the parser's error for an unknown option has possibilities.
     if context is None or not hasattr(error, "possibilities"):
         return ConfigError(error.format_message().rstrip("."), fix=help_text)
     near = [name for name in error.possibilities or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
-    nearest = _suggest_instead(error.option_name, context.command.params, is_last=not near) or nearest
+    nearest = _suggest_instead(error.option_name, context.command.params) or nearest
     return ConfigError(error.message.rstrip("."), fix=nearest + help_text)
 
 
-def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> str:
-    """Return what to write instead of another tool's flag, or of a setting that was written as an option; else empty.
-
-    `is_last`: no option of the command resembles it, so settings that do are suggested.
-    """
+def _suggest_instead(option: str, options: Sequence[Any]) -> str:
+    """Return what to write instead of another tool's flag or of a setting written as an option; else empty."""
     from halfstep.precision.names import PRECISIONS
-    from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
-    from halfstep_train.config.keys import suggest_key
-    from halfstep_train.config.schema import RunConfig
+    from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 
     name, names = option.lstrip("-").replace("-", "_"), {one.name for one in options}
     if "quiet" in names and name in HABITS:
@@ -270,15 +263,9 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     if precision in PRECISIONS:
         taking = [one for one in options if one.name in ("precision", "precisions", "target")]
         return f"use {taking[0].opts[0]} {taking[0].metavar or precision}. " if taking else ""
-    if "arguments" not in names:
-        return ""
-    if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name:
-        path = KEY_ALIASES[name].path if name in KEY_ALIASES else name
-        # Flags are aliases of settings too, so both lead to one path.
-        same = [one.opts[0] for one in options if one.name in KEY_ALIASES and KEY_ALIASES[one.name].path == path]
-        return f"did you mean {same[0]}? " if same else f"write settings as {path}=VALUE. "
-    found = suggest_key(name, RunConfig) if is_last else ""
-    return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
+    if "arguments" in names and (name in {*KEY_ALIASES, *PRECISION_KEYS, *PER_RANK_KEYS} or "." in name):
+        return f"write settings as {KEY_ALIASES[name].path if name in KEY_ALIASES else name}=VALUE. "
+    return ""
 
 
 # --- options of a run's workload ---

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggest_command
 from halfstep_train.cli.options import Json, map_flags, option, read_given
+from halfstep_train.report.console import dump_json
 
 if TYPE_CHECKING:
     from halfstep_train.data.packed import PackSettings
@@ -25,7 +27,7 @@ def command(
     ],
     size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,
     out: Annotated[Path | None, option("Output file; default: inside DIR.", metavar="FILE")] = None,
-    on_bad_file: Annotated[str, option("Stop at a bad file, or skip it.", metavar="error|skip")] = "error",
+    on_bad_file: Annotated[Literal["error", "skip"], option("Stop at a bad file, or skip it.")] = "error",
     as_json: Json = False,
 ) -> None:
     """Decode every image of a folder once into one file, for fast reading.
@@ -49,11 +51,8 @@ def command(
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
     from halfstep_train.data.packed import PackSettings
-    from halfstep_train.report.console import dump_json
 
-    if on_bad_file not in ("error", "skip"):
-        raise ConfigError(f"unknown --on-bad-file {on_bad_file!r}", fix="use error or skip")
-    settings = PackSettings(size=size, on_bad_file=on_bad_file)  # type: ignore[arg-type]
+    settings = PackSettings(size=size, on_bad_file=on_bad_file)
     summary = pack_folder(folder, out, settings)
     if as_json:
         return typer.echo(dump_json(summary))
@@ -71,7 +70,6 @@ def command(
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """Pack what the config's workload can precompute; all settings come from the config."""
-    from halfstep_train.report.console import dump_json
     from halfstep_train.run.interrupts import raise_at_once
     from halfstep_train.workloads import KINDS, load
     from halfstep_train.workloads.base.kind import load_part
@@ -99,8 +97,6 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
 
 def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[str, Any]:
     """Pack the folder, or open a file that already matches it; return what the file holds."""
-    import time
-
     from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep_train.data.image_folder import FolderLayout, find_images
     from halfstep_train.data.packed import choose_pack_path, open_or_pack

@@ -18,7 +18,7 @@ from halfstep_train.config.section import NULLS, Plain, Section
 from halfstep_train.config.statements import OPEN_SECTIONS, Statement, find_open_section
 
 SIMILAR = 0.6
-"""Similarity of last names (difflib) from which a setting is worth suggesting; that of an abbreviation is 1."""
+"""Similarity of last names (difflib) from which a setting is worth suggesting."""
 
 
 @functools.cache
@@ -75,32 +75,22 @@ def is_empty(value: object) -> bool:
 
 
 def suggest_key(path: str, schema: type[Section]) -> str:
-    """Suggest the most similar setting, by full path and last name, or up to three that are equally similar."""
+    """Suggest up to three settings whose last name begins like this one's, or else is the most similar."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
     names |= dict(zip(PER_RANK_KEYS, PER_RANK_KEYS, strict=True))
     names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in list_fields(schema)}
     names |= {key: key for key in list_fields(schema)}
-
-    def compare(spelling: str) -> tuple[float, float]:
-        # All settings of a section share its name, so the last name decides.
-        return _compare(get_last_name(path), get_last_name(spelling)), _compare(path, spelling)
-
-    ranked = sorted(names, key=lambda spelling: -sum(compare(spelling)))
-    likeness = compare(ranked[0])[0]
-    if likeness >= SIMILAR:  # `warmup` abbreviates several settings
-        near = dict.fromkeys(names[spelling] for spelling in ranked if compare(spelling)[0] == likeness)
-        return f"did you mean {' or '.join([*near][:3])}?"
-    return "`halfstep train WORKLOAD --show-config` lists every setting"
-
-
-def get_last_name(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _compare(one: str, other: str) -> float:
-    if len(one) > 2 and other.startswith(one):  # `rotat` for `rotate_degrees`
-        return 1.0
-    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+    settings: dict[str, list[str]] = {}
+    for spelling, setting in names.items():
+        settings.setdefault(spelling.rpartition(".")[2], []).append(setting)
+    section, _, last = path.lower().rpartition(".")
+    near = [name for name in settings if len(last) > 2 and name.startswith(last)]  # `rotat` for `rotate_degrees`
+    near = near or difflib.get_close_matches(last, settings, 1, SIMILAR)
+    meant = dict.fromkeys(setting for name in near for setting in settings[name])
+    if not meant:
+        return "`halfstep train WORKLOAD --show-config` lists every setting"
+    same_section_first = sorted(meant, key=lambda setting: setting.rpartition(".")[0] != section)
+    return f"did you mean {' or '.join(same_section_first[:3])}?"
 
 
 NEXT_LINE = "\n" + " " * len("error: ")

@@ -159,7 +159,10 @@ def resolve(
     chosen, overridden = merge_layers([*precision, *others])
     disagreements = [f"{one}: give both the same precision" for one in overridden if one.replaced.layer == "launcher"]
     origins_per_rank = [s.origin for s in multiplied.values()]
-    config = validate_config(chosen, schema)
+    try:
+        config = schema.model_validate(nest_paths(chosen))
+    except ValidationError as error:
+        raise make_config_error(error, chosen, schema) from None
     # Keys of open sections are the user's, so they have no default.
     origins = {path: DEFAULT for path in list_fields(schema) if path not in OPEN_SECTIONS}
     origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(count_cores(), 'core')}")
@@ -290,27 +293,11 @@ def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], l
         if earlier and earlier.value != statement.value:
             if earlier.origin.layer == statement.origin.layer:
                 raise make_disagreement(earlier, statement)
-            if earlier.origin.layer == "demo":  # the user did not choose it, so there is nothing to report
-                chosen[statement.path] = statement
-                continue
-            overridden.append(
-                Override(
-                    key=statement.path,
-                    value=statement.value,
-                    origin=statement.origin,
-                    replaced_value=earlier.value,
-                    replaced=earlier.origin,
-                )
-            )
+            if earlier.origin.layer != "demo":  # the user did not choose that, so there is nothing to report
+                replaced = earlier.value, earlier.origin
+                overridden.append(Override(statement.path, statement.value, statement.origin, *replaced))
         chosen[statement.path] = statement
     return chosen, overridden
-
-
-def validate_config(chosen: Mapping[str, Statement], schema: type[RunConfig]) -> RunConfig:
-    try:
-        return schema.model_validate(nest_paths(chosen))
-    except ValidationError as error:
-        raise make_config_error(error, chosen, schema) from None
 
 
 def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
@@ -365,18 +352,12 @@ def note_scaled_rate(config: RunConfig) -> list[str]:
 
 
 def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
-    """Note what --use-optimizations changes: TF32, cudnn.benchmark and the search for the fastest mode."""
+    """Note what --use-optimizations changes in this precision."""
     given = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
     if not given or convert_for_field(find_strongest(given[0].path, given).value, bool) is not True:  # type: ignore[union-attr]
         return []
     precision = config.precision.default
+    numbers = f"{precision} is requested, so TF32 stays off and fp32 islands stay strict fp32"
     if precision in ("tf32", "auto"):
         numbers = "fp32 operations use TF32"
-    else:
-        numbers = f"{precision} is requested, so TF32 stays off and fp32 islands stay strict fp32"
-    search = (
-        "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and uses the fastest"
-        if config.train.fast == "auto"
-        else f"train.fast={config.train.fast} stays as set"
-    )
-    return [f"--use-optimizations: {numbers}; {search}"]
+    return [f"--use-optimizations: {numbers}"]

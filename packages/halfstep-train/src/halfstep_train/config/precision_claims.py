@@ -81,30 +81,18 @@ def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
             name = normalise_precision(statement.value, str(statement.origin))
             # `amp_dtype: float32` names a precision; only a half format can be the type of mixed precision.
             parts.set_once(role if name in MIXED else "name", name, statement)
+        elif not isinstance(value, bool):
+            raise ConfigError(f"{statement}: expected true or false", fix="to name a precision: `precision: bf16`")
+        elif role in ("switch", "optimizations"):
+            parts.set_once(role, value, statement)
+        elif value:
+            # `fp16: true` sets two things: mixed precision is on, and its type is fp16.
+            parts.set_once("switch", True, statement)
+            parts.set_once("type", role, statement)
         else:
-            sort_switch(parts, role, read_bool(value, statement), statement)
+            parts.excluded.add(role)
+            parts.given_by[f"not {role}"] = statement
     return parts
-
-
-def sort_switch(parts: PrecisionKeys, role: str, is_on: bool, statement: Statement) -> None:
-    """Sort one key that is true or false: a switch, a format or `use_optimizations`."""
-    if role == "switch":
-        parts.set_once("switch", is_on, statement)
-    elif role == "optimizations":
-        parts.set_once("optimizations", is_on, statement)
-    elif is_on:
-        # `fp16: true` sets two things: mixed precision is on, and its type is fp16.
-        parts.set_once("switch", True, statement)
-        parts.set_once("type", role, statement)
-    else:
-        parts.excluded.add(role)
-        parts.given_by[f"not {role}"] = statement
-
-
-def read_bool(value: object, statement: Statement) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{statement}: expected true or false", fix="to name a precision: `precision: bf16`")
-    return value
 
 
 def check_name(parts: PrecisionKeys) -> None:
@@ -129,10 +117,12 @@ def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, 
     """Return the precision that the sorted keys mean together (empty if none), and notes for the user."""
     if parts.name:
         return parts.name, ()
-    if parts.switch:
-        return choose_half_type(parts, below), ()
     if parts.switch is False:
         return ("tf32" if parts.optimizations else "fp32"), ()
+    if parts.type in parts.excluded:
+        raise make_disagreement(parts.given_by["type"], parts.given_by[f"not {parts.type}"])
+    if parts.switch:
+        return parts.type or choose_half_type(parts, below), ()
     if parts.type:
         return read_type_alone(parts, below)
     # `fp16: false` alone: fp32, unless a weaker layer chose another format.
@@ -144,11 +134,7 @@ def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, 
 
 
 def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
-    """Return the half format of mixed precision: this layer's type, else one from below, else the safest allowed."""
-    if parts.type:
-        if parts.type in parts.excluded:
-            raise make_disagreement(parts.given_by["type"], parts.given_by[f"not {parts.type}"])
-        return parts.type
+    """Return the half format of mixed precision without a type: one from below, else the safest allowed."""
     # Keep a mixed precision that a weaker layer chose, then its type, then the safest allowed.
     already = [below.value] if below.value in MIXED else []
     wanted = [*already, *([below.type] if below.type else []), *HALF_TYPES]
@@ -161,8 +147,6 @@ def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
 def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
     """Read a type without a switch: it does not turn mixed precision on, but `auto` may have done so."""
     given = parts.given_by["type"]
-    if parts.type in parts.excluded:
-        raise make_disagreement(given, parts.given_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
     if below.value in ("", "auto"):

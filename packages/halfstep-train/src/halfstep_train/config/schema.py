@@ -26,6 +26,7 @@ from halfstep_train.config.section import (
     PositiveCount,
     Section,
     Workers,
+    setting,
 )
 
 OptimizerName = Literal[
@@ -63,27 +64,18 @@ def normalise_optimizer(value: object) -> object:
 class OptimizerConfig(Section):
     """The optimizer. An option that is not set takes the optimizer's own default."""
 
-    name: Annotated[OptimizerName, BeforeValidator(normalise_optimizer)] = Field(
-        default="adamw", description="Optimizer"
+    name: Annotated[OptimizerName, BeforeValidator(normalise_optimizer)] = setting("adamw", "Optimizer")
+    lr: Positive = setting(1e-3, "Peak learning rate of the schedule")
+    lr_per: OffCount = setting(
+        0, "Samples per step for which lr is given; lr scales linearly with the actual number; 0: no scaling"
     )
-    lr: Positive = Field(default=1e-3, description="Peak learning rate of the schedule")
-    lr_per: OffCount = Field(
-        default=0,
-        description="Samples per step for which lr is given; lr scales linearly with the actual number; 0: no scaling",
-    )
-    weight_decay: float = Field(
-        default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
-    )
-    decay_norms_and_biases: bool = Field(default=False, description="Decay normalisation parameters and biases too")
-    momentum: Beta | None = Field(default=None, description="Momentum; default: 0.9 in sgd, 0 in rmsprop, 0.95 in muon")
-    betas: tuple[Beta, Beta] | None = Field(
-        default=None, description="Decay of the two moments in the Adam family; default 0.9, 0.999"
-    )
-    eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's default")
-    nesterov: bool | None = Field(default=None, description="Nesterov momentum; default: off in sgd, on in muon")
-    moment_bits: Literal[32, 8] = Field(
-        default=32, description="Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values"
-    )
+    weight_decay: float = setting(1e-2, "Weight decay; decoupled in adamw, added to the gradient in sgd", ge=0)
+    decay_norms_and_biases: bool = setting(False, "Decay normalisation parameters and biases too")
+    momentum: Beta | None = setting(None, "Momentum; default: 0.9 in sgd, 0 in rmsprop, 0.95 in muon")
+    betas: tuple[Beta, Beta] | None = setting(None, "Decay of the two moments in the Adam family; default 0.9, 0.999")
+    eps: Positive | None = setting(None, "Added to the denominator; default: the optimizer's default")
+    nesterov: bool | None = setting(None, "Nesterov momentum; default: off in sgd, on in muon")
+    moment_bits: Literal[32, 8] = setting(32, "Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values")
 
     def compute_peak_lr(self, samples_per_step: int) -> float:
         """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
@@ -99,27 +91,18 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate as a factor of optimizer.lr over the committed steps."""
 
-    name: ScheduleName = Field(
-        default="cosine", description="Shape after the warmup; plateau follows the validation metric"
+    name: ScheduleName = setting("cosine", "Shape after the warmup; plateau follows the validation metric")
+    warmup_steps: OffCount | None = setting(None, "Steps of linear warmup; when given it replaces warmup_epochs")
+    warmup_epochs: float = setting(0.0, "Linear warmup in epochs, fractions allowed", ge=0)
+    decay_from_start: bool = setting(False, "Decay from the first step on, also during the warmup, instead of after it")
+    min_factor: Fraction = setting(0.0, "Lower bound of the schedule's factor")
+    power: Positive = setting(1.0, "Exponent of the polynomial schedule")
+    half_life_steps: PositiveCount = setting(10_000, "Steps in which the exponential schedule halves")
+    milestones: PositiveCount | tuple[PositiveCount, ...] = setting(
+        (), "Steps at which the step schedule cuts; one number: steps between two cuts; default: 10,000"
     )
-    warmup_steps: OffCount | None = Field(
-        default=None, description="Steps of linear warmup; when given it replaces warmup_epochs"
-    )
-    warmup_epochs: float = Field(default=0.0, ge=0, description="Linear warmup in epochs, fractions allowed")
-    decay_from_start: bool = Field(
-        default=False, description="Decay from the first step on, also during the warmup, instead of after it"
-    )
-    min_factor: Fraction = Field(default=0.0, description="Lower bound of the schedule's factor")
-    power: Positive = Field(default=1.0, description="Exponent of the polynomial schedule")
-    half_life_steps: PositiveCount = Field(default=10_000, description="Steps in which the exponential schedule halves")
-    milestones: PositiveCount | tuple[PositiveCount, ...] = Field(
-        default=(),
-        description="Steps at which the step schedule cuts; one number: steps between two cuts; default: 10,000",
-    )
-    patience: PositiveCount = Field(
-        default=5, description="Validations without improvement before the plateau schedule cuts"
-    )
-    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor at each cut of the step and plateau schedules")
+    patience: PositiveCount = setting(5, "Validations without improvement before the plateau schedule cuts")
+    factor: float = setting(0.1, "Factor at each cut of the step and plateau schedules", gt=0, lt=1)
 
 
 def split_names(value: object) -> object:
@@ -136,96 +119,78 @@ WITHOUT_END = 1_000_000
 class TrainConfig(Section):
     """The loop: how long, how large, how fast."""
 
-    epochs: PositiveCount = Field(default=100, description="Passes over the training set")
-    max_steps: OffCount = Field(
-        default=0,
-        description="Stop after this many attempted steps, and ignore the default of train.epochs; 0: off",
+    epochs: PositiveCount = setting(100, "Passes over the training set")
+    max_steps: OffCount = setting(
+        0, "Stop after this many attempted steps, and ignore the default of train.epochs; 0: off"
     )
-    batch_size: PositiveCount = Field(default=8, description="Samples per micro-batch, over all ranks")
-    val_batch_size: OffCount = Field(default=0, description="Samples per validation batch; 0: as in training")
-    accumulate: PositiveCount = Field(default=1, description="Micro-batches per optimizer step")
-    clip_norm: OffNumber = Field(default=1.0, description="Clip gradients to this value; 0: off")
-    clip_type: Literal["l2", "inf", "value"] = Field(
-        default="l2", description="What is clipped: the L2 norm, the largest magnitude, or each value"
+    batch_size: PositiveCount = setting(8, "Samples per micro-batch, over all ranks")
+    val_batch_size: OffCount = setting(0, "Samples per validation batch; 0: as in training")
+    accumulate: PositiveCount = setting(1, "Micro-batches per optimizer step")
+    clip_norm: OffNumber = setting(1.0, "Clip gradients to this value; 0: off")
+    clip_type: Literal["l2", "inf", "value"] = setting(
+        "l2", "What is clipped: the L2 norm, the largest magnitude, or each value"
     )
-    early_stopping_patience: OffCount = Field(
-        default=20, description="Early stopping: validations without improvement before the run ends; 0: off"
+    early_stopping_patience: OffCount = setting(
+        20, "Early stopping: validations without improvement before the run ends; 0: off"
     )
-    validate_every: PositiveCount = Field(default=1, description="Epochs between two validations")
-    validate_every_steps: OffCount = Field(
-        default=0, description="Attempted steps between two validations, instead of epochs; 0: by epochs"
+    validate_every: PositiveCount = setting(1, "Epochs between two validations")
+    validate_every_steps: OffCount = setting(
+        0, "Attempted steps between two validations, instead of epochs; 0: by epochs"
     )
-    sample_every: OffCount = Field(
-        default=0, description="Attempted steps between two sets of model outputs in report/samples; 0: off"
-    )
-    checkpoint_every: OffCount = Field(
-        default=0, description="Attempted steps between two checkpoints; 0: at the end of each epoch"
-    )
-    checkpoints_total_limit: OffCount = Field(
-        default=3, description="Newest checkpoints kept in addition to the best one; 0: all"
-    )
-    report_every: Literal["auto"] | PositiveCount = Field(
-        default="auto",
-        description="Attempted steps between two lines of metrics; before the first one also steps 1, 2, 4, ...; "
+    sample_every: OffCount = setting(0, "Attempted steps between two sets of model outputs in report/samples; 0: off")
+    checkpoint_every: OffCount = setting(0, "Attempted steps between two checkpoints; 0: at the end of each epoch")
+    checkpoints_total_limit: OffCount = setting(3, "Newest checkpoints kept in addition to the best one; 0: all")
+    report_every: Literal["auto"] | PositiveCount = setting(
+        "auto",
+        "Attempted steps between two lines of metrics; before the first one also steps 1, 2, 4, ...; "
         "auto: 10, fewer in runs below 100 steps",
     )
-    fast: Literal["auto", "off", "compile", "graph"] = Field(
-        default="auto",
-        description="off: eager; compile: torch.compile over model and loss; graph: also captured as a CUDA graph; "
+    fast: Literal["auto", "off", "compile", "graph"] = setting(
+        "auto",
+        "off: eager; compile: torch.compile over model and loss; graph: also captured as a CUDA graph; "
         "auto: the fastest in timed trials on CUDA where the run is long enough, else eager",
     )
-    tune_kernels: Literal["auto"] | bool = Field(
-        default="auto",
-        description="Let the compiler search each kernel's block sizes: starts minutes later; auto: for long runs",
+    tune_kernels: Literal["auto"] | bool = setting(
+        "auto", "Let the compiler search each kernel's block sizes: starts minutes later; auto: for long runs"
     )
-    memory: Literal["normal", "low"] = Field(
-        default="normal",
-        description="low: find the least memory by recomputation, 8-bit moments and compiler budget, for up to 10 % "
-        "more time",
+    memory: Literal["normal", "low"] = setting(
+        "normal",
+        "low: find the least memory by recomputation, 8-bit moments and compiler budget, for up to 10 % more time",
     )
-    channels_last: Literal["auto"] | bool = Field(
-        default="auto", description="Channels-last (NHWC) layout for images and convolutions; auto: if it is faster"
+    channels_last: Literal["auto"] | bool = setting(
+        "auto", "Channels-last (NHWC) layout for images and convolutions; auto: if it is faster"
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in backward: less memory, one more forward pass per step"
+    activation_checkpointing: bool = setting(
+        False, "Recompute activations in backward: less memory, one more forward pass per step"
     )
-    auto_batch: bool = Field(
-        default=False, description="On out-of-memory, halve the micro-batch, double accumulate, and continue"
-    )
-    reduce: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Several ranks: format in which gradients are all-reduced"
-    )
-    shard: Literal["auto"] | bool = Field(
-        default=False,
-        description="Several ranks: divide parameters, gradients and optimizer state among them (FSDP2); auto: only "
+    auto_batch: bool = setting(False, "On out-of-memory, halve the micro-batch, double accumulate, and continue")
+    reduce: Literal["fp32", "bf16"] = setting("fp32", "Several ranks: format in which gradients are all-reduced")
+    shard: Literal["auto"] | bool = setting(
+        False,
+        "Several ranks: divide parameters, gradients and optimizer state among them (FSDP2); auto: only "
         "if the memory plan says that a whole copy per rank does not fit",
     )
-    shard_gather: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="With shard: format in which blocks are gathered; bf16 halves the traffic; norms and modules "
+    shard_gather: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "With shard: format in which blocks are gathered; bf16 halves the traffic; norms and modules "
         "that compute in fp32 stay in fp32",
     )
-    sync_batch_norm: bool = Field(
-        default=False, description="Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
+    sync_batch_norm: bool = setting(
+        False, "Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
     )
-    cumulative_norms: bool = Field(
-        default=True,
-        description="BatchNorm's running statistics move faster in the first steps: by max(momentum, 8/(n + 7))",
+    cumulative_norms: bool = setting(
+        True, "BatchNorm's running statistics move faster in the first steps: by max(momentum, 8/(n + 7))"
     )
-    find_unused: bool = Field(
-        default=False, description="Several ranks: some trained parameters are not used in every step"
+    find_unused: bool = setting(False, "Several ranks: some trained parameters are not used in every step")
+    backend: Literal["auto", "nccl", "gloo"] = setting(
+        "auto", "Several ranks: communication backend; auto: nccl on CUDA, gloo elsewhere"
     )
-    backend: Literal["auto", "nccl", "gloo"] = Field(
-        default="auto", description="Several ranks: communication backend; auto: nccl on CUDA, gloo elsewhere"
+    rank_timeout_s: Positive = setting(600.0, "Several ranks: seconds to wait for a rank that does not answer")
+    callbacks: tuple[str, ...] = setting(
+        (), "Functions pkg.module:fn that are called with each record of metrics.jsonl"
     )
-    rank_timeout_s: Positive = Field(
-        default=600.0, description="Several ranks: seconds to wait for a rank that does not answer"
-    )
-    callbacks: tuple[str, ...] = Field(
-        default=(), description="Functions pkg.module:fn that are called with each record of metrics.jsonl"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
-    deterministic: bool = Field(default=False, description="Bitwise reproducible on CUDA too, but slower")
+    seed: int = setting(0, "Seed of weights, shuffling and augmentation", ge=0, lt=2**63)
+    deterministic: bool = setting(False, "Bitwise reproducible on CUDA too, but slower")
 
     @field_validator("callbacks", mode="before")
     @classmethod
@@ -249,49 +214,29 @@ class TrainConfig(Section):
 class GuardConfig(Section):
     """What happens when a step has a non-finite loss or gradient, or a spike."""
 
-    on_fault: Literal["stop", "rollback"] = Field(
-        default="stop", description="After max_consecutive faults: stop the run, or roll back"
-    )
-    max_consecutive: PositiveCount = Field(
-        default=5, description="Faults in a row (not routine fp16 overflows) before the guard acts"
-    )
-    margin: OffCount = Field(
-        default=50, description="A rollback returns to at least this many committed steps before the first fault"
-    )
-    max_rollbacks: OffCount = Field(default=3, description="Rollbacks before the run stops")
-    lr_cut: float = Field(
-        default=0.5, gt=0, le=1, description="The learning rate is multiplied by this at each rollback"
-    )
-    snapshot_every: PositiveCount = Field(default=100, description="Attempted steps between two snapshots for rollback")
-    floor_patience: PositiveCount = Field(
-        default=10, description="fp16 overflows in a row at the smallest scale before the run stops"
-    )
-    capsules: OffCount = Field(
-        default=4, description="Faults whose step is saved in RUN/capsules for `halfstep replay`; 0: none"
-    )
-    capture_spikes: bool = Field(default=False, description="Save the step of a loss spike as well")
-    hold: bool = Field(
-        default=False, description="Commit nothing after a fault until its step is saved: exact capsules"
-    )
-    skip_spikes: bool = Field(default=False, description="Skip steps whose loss is a spike, not only non-finite ones")
-    spike_threshold: Positive = Field(
-        default=10.0, description="A loss this many deviations (MAD) above the median is a spike"
-    )
-    spike_window: int = Field(default=64, ge=8, description="Number of losses for the median and the deviation")
+    on_fault: Literal["stop", "rollback"] = setting("stop", "After max_consecutive faults: stop the run, or roll back")
+    max_consecutive: PositiveCount = setting(5, "Faults in a row (not routine fp16 overflows) before the guard acts")
+    margin: OffCount = setting(50, "A rollback returns to at least this many committed steps before the first fault")
+    max_rollbacks: OffCount = setting(3, "Rollbacks before the run stops")
+    lr_cut: float = setting(0.5, "The learning rate is multiplied by this at each rollback", gt=0, le=1)
+    snapshot_every: PositiveCount = setting(100, "Attempted steps between two snapshots for rollback")
+    floor_patience: PositiveCount = setting(10, "fp16 overflows in a row at the smallest scale before the run stops")
+    capsules: OffCount = setting(4, "Faults whose step is saved in RUN/capsules for `halfstep replay`; 0: none")
+    capture_spikes: bool = setting(False, "Save the step of a loss spike as well")
+    hold: bool = setting(False, "Commit nothing after a fault until its step is saved: exact capsules")
+    skip_spikes: bool = setting(False, "Skip steps whose loss is a spike, not only non-finite ones")
+    spike_threshold: Positive = setting(10.0, "A loss this many deviations (MAD) above the median is a spike")
+    spike_window: int = setting(64, "Number of losses for the median and the deviation", ge=8)
 
 
 class ScalerConfig(Section):
     """Loss scaling under fp16; torch's GradScaler has the same defaults."""
 
-    init_scale: Positive = Field(default=65536.0, description="Scale of the first step; divided by train.accumulate")
-    growth_factor: float = Field(
-        default=2.0, gt=1, description="The scale is multiplied by this after growth_interval clean steps"
-    )
-    backoff_factor: float = Field(
-        default=0.5, gt=0, lt=1, description="The scale is multiplied by this after an overflow"
-    )
-    growth_interval: PositiveCount = Field(default=2000, description="Clean steps in a row before the scale grows")
-    min_scale: Positive = Field(default=1.0, description="The scale never falls below this")
+    init_scale: Positive = setting(65536.0, "Scale of the first step; divided by train.accumulate")
+    growth_factor: float = setting(2.0, "The scale is multiplied by this after growth_interval clean steps", gt=1)
+    backoff_factor: float = setting(0.5, "The scale is multiplied by this after an overflow", gt=0, lt=1)
+    growth_interval: PositiveCount = setting(2000, "Clean steps in a row before the scale grows")
+    min_scale: Positive = setting(1.0, "The scale never falls below this")
 
     @model_validator(mode="after")
     def refuse_scale_below_minimum(self) -> Self:
@@ -303,11 +248,9 @@ class ScalerConfig(Section):
 class EmaConfig(Section):
     """An fp32 moving average of the weights and buffers, updated by committed steps only."""
 
-    enabled: bool = Field(default=False, description="Keep an average of the weights, and validate and save it")
-    decay: float = Field(default=0.9999, gt=0, lt=1, description="Decay after the warmup")
-    warmup_power: Positive = Field(
-        default=2 / 3, description="Warmup: decay = min(decay, 1 - (1 + step) ** -warmup_power)"
-    )
+    enabled: bool = setting(False, "Keep an average of the weights, and validate and save it")
+    decay: float = setting(0.9999, "Decay after the warmup", gt=0, lt=1)
+    warmup_power: Positive = setting(2 / 3, "Warmup: decay = min(decay, 1 - (1 + step) ** -warmup_power)")
 
 
 def canonicalise_precision(value: object) -> str:
@@ -323,77 +266,62 @@ PrecisionName = Annotated[str, BeforeValidator(canonicalise_precision)]
 class PrecisionConfig(Section):
     """How weights are stored and what matmuls and convolutions compute in."""
 
-    default: PrecisionName = Field(
-        default="auto",
-        description="auto, fp32 (strict, no TF32), tf32, bf16, fp16, fp8 or bf16-true; other tools' names work",
+    default: PrecisionName = setting(
+        "auto", "auto, fp32 (strict, no TF32), tf32, bf16, fp16, fp8 or bf16-true; other tools' names work"
     )
     modules: dict[str, PrecisionName] = Field(
         default_factory=dict, description='Precision of modules by name pattern: {"vae.*": fp32}'
     )
-    strict: bool = Field(
-        default=False, description="Refuse to run if the device lacks the requested precision, instead of falling back"
-    )
-    simulate: bool = Field(
-        default=False, description="Simulate the numerics of a format the hardware lacks; slower, never faster"
-    )
-    rounding: Literal["split", "stochastic", "nearest"] = Field(
-        default="split",
-        description="How bf16-true stores weights: split keeps the low 16 bits in a second tensor, stochastic rounds "
+    strict: bool = setting(False, "Refuse to run if the device lacks the requested precision, instead of falling back")
+    simulate: bool = setting(False, "Simulate the numerics of a format the hardware lacks; slower, never faster")
+    rounding: Literal["split", "stochastic", "nearest"] = setting(
+        "split",
+        "How bf16-true stores weights: split keeps the low 16 bits in a second tensor, stochastic rounds "
         "up or down at random, nearest loses small updates",
     )
-    force: bool = Field(
-        default=False, description="Run fp8 in every layer that supports it, even where bf16 is measured to be faster"
-    )
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
-        default="tensorwise", description="fp8's scales: one per tensor, per row, or per row with bf16 weight gradients"
+    force: bool = setting(False, "Run fp8 in every layer that supports it, even where bf16 is measured to be faster")
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
+        "tensorwise", "fp8's scales: one per tensor, per row, or per row with bf16 weight gradients"
     )
 
 
 class DataConfig(Section):
     """Where the data is and how it is read."""
 
-    dir: NamedPath = Field(
-        default=None, description="Folder of the dataset; without one halfstep trains on generated demo data"
+    dir: NamedPath = setting(None, "Folder of the dataset; without one halfstep trains on generated demo data")
+    image_size: PositiveCount = setting(224, "Side of the square images the model sees, in pixels")
+    num_workers: Workers = setting(
+        "auto",  # validated as any other value, into a number
+        "Worker processes that read and decode; 0: the main process reads; auto: one per core, at most 8",
     )
-    image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")
-    num_workers: Workers = Field(
-        default="auto",  # type: ignore[assignment]  # validated as any other value, into a number
-        description="Worker processes that read and decode; 0: the main process reads; auto: one per core, at most 8",
-    )
-    val_fraction: float = Field(default=0.1, ge=0, lt=1, description="Share of the samples kept for validation")
-    on_bad_file: Literal["error", "skip"] = Field(
-        default="error", description="A file that cannot be read: stop, or skip and count it"
-    )
+    val_fraction: float = setting(0.1, "Share of the samples kept for validation", ge=0, lt=1)
+    on_bad_file: Literal["error", "skip"] = setting("error", "A file that cannot be read: stop, or skip and count it")
 
 
 class FolderConfig(DataConfig):
     """A folder of images, whole or split into two folders."""
 
-    folders: tuple[str, ...] = Field(
-        default=(),
-        max_length=2,
-        description="Training and validation folder below data.dir; empty: those with common names",
+    folders: tuple[str, ...] = setting(
+        (), "Training and validation folder below data.dir; empty: those with common names", max_length=2
     )
 
 
 class LabelledFolderConfig(FolderConfig):
     """A folder of images with classes."""
 
-    label_column: str = Field(
-        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
+    label_column: str = setting(
+        "", "Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
     )
 
 
 class ModelConfig(Section):
     """Which model, and how large."""
 
-    path: str | None = Field(
-        default=None, description="Import path of your model, pkg.module:callable; default: the workload's"
-    )
+    path: str | None = setting(None, "Import path of your model, pkg.module:callable; default: the workload's")
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="Keyword arguments for your model or workload"
     )
-    weights: FilePath = Field(default=None, description="File with weights to start from")
+    weights: FilePath = setting(None, "File with weights to start from")
 
 
 class BuiltModelConfig(ModelConfig):
@@ -409,9 +337,9 @@ class BuiltModelConfig(ModelConfig):
 class TransformerSize(Section):
     """Size of a transformer."""
 
-    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
-    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
-    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
+    depth: OffCount = setting(0, "Number of blocks; 0: from the workload's name")
+    heads: OffCount = setting(0, "Attention heads, must divide dim; 0: from the workload's name")
+    dim: OffCount = setting(0, "Channels of a token; 0: from the workload's name")
 
 
 def read_off(value: object) -> object:
@@ -428,21 +356,18 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 class LogConfig(Section):
     """What is written and shown in addition to metrics.jsonl."""
 
-    track: Annotated[tuple[TrackerName, ...], BeforeValidator(split_names)] = Field(
-        default=(),
-        description="Experiment trackers that get metrics, config, plan and report: tensorboard, wandb, mlflow",
+    track: Annotated[tuple[TrackerName, ...], BeforeValidator(split_names)] = setting(
+        (), "Experiment trackers that get metrics, config, plan and report: tensorboard, wandb, mlflow"
     )
-    quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
-    verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
-    ledger: bool | PositiveCount = Field(
-        default=False,
-        description="Record the dtypes that the first step of each mode computes in (report/ledger.json); a number N: "
+    quiet: bool = setting(False, "Show warnings, errors and the final summary only")
+    verbose: bool = setting(False, "Print each epoch's metrics as a table, and keep finished bars")
+    ledger: bool | PositiveCount = setting(
+        False,
+        "Record the dtypes that the first step of each mode computes in (report/ledger.json); a number N: "
         "and those of every N-th step",
     )
-    watch: int = Field(
-        default=0,
-        ge=0,
-        description="Measure the ranges of all modules every N steps, and warn before one leaves its format; 0: off",
+    watch: int = setting(
+        0, "Measure the ranges of all modules every N steps, and warn before one leaves its format; 0: off", ge=0
     )
 
     @model_validator(mode="after")
@@ -487,8 +412,8 @@ class RunConfig(Section):
     """Defaults by path that differ from those of the class's sections; a subclass lists only its own."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
-    preset: str | None = Field(default=None, description=f"Set of values for a purpose: {', '.join(PRESET_NAMES)}")
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps or xpu")
+    preset: str | None = setting(None, f"Set of values for a purpose: {', '.join(PRESET_NAMES)}")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps or xpu")
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -529,9 +454,9 @@ class RunConfig(Section):
             kind: Any = field.annotation
             names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._{section}"}
             made: Any = type(kind)(kind.__name__, (kind,), {**names, "__doc__": kind.__doc__})
-            for setting, value in ((setting, value) for name, setting, value in given if name == section):
+            for key, value in ((key, value) for name, key, value in given if name == section):
                 # pydantic reads defaults from here when the model is rebuilt below.
-                made.model_fields[setting].default = value
+                made.model_fields[key].default = value
             made.model_rebuild(force=True)
             # Worker processes unpickle the class by this name.
             setattr(cls, f"_{section}", made)

@@ -95,6 +95,11 @@ CachePath = Annotated[NamedPath, MAY_BE_MISSING]
 PositiveCount = Annotated[int, Field(ge=1)]
 
 
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """Declare a setting by its default and its description, because every setting has both."""
+    return Field(default=default, description=description, **limits)
+
+
 class Section(BaseModel):
     """One section of a config."""
 
@@ -130,13 +135,8 @@ def count_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def choose_num_workers() -> int:
-    """Return the number of workers that `auto` means on this machine."""
-    return min(count_cores(), MOST)
-
-
 def read_worker_count(value: object) -> object:
-    return choose_num_workers() if value == "auto" else read_off_as_zero(value)
+    return min(count_cores(), MOST) if value == "auto" else read_off_as_zero(value)
 
 
 Workers = Annotated[

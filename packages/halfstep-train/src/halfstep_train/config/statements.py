@@ -52,7 +52,7 @@ class Statement:
         return f"`{self.origin.key}: {self.value}` ({self.origin.where})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Override:
     """A setting whose value in one layer replaced a different value from a weaker layer."""
 

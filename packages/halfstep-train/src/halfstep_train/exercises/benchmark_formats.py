@@ -132,10 +132,6 @@ MOST_TESTED = 1000
 """Of CIFAR-10's 10,000 test images, so that fifteen runs validate within two minutes on two cores."""
 
 
-def make_samples(pixels: Tensor, labels: Tensor) -> TensorSamples:
-    return TensorSamples(image=pixels, label=labels)
-
-
 def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     """Read the binary version's training batches (one to five) and its test batch."""
     folder = binary_sets.find_cifar_folder(root)
@@ -147,7 +143,8 @@ def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
         )
     _, train, test = binary_sets.read_cifar(folder)
     pixels, tested = (images.pixels.permute(0, 3, 1, 2) for images in (train, test))
-    return make_samples(pixels, train.labels), make_samples(tested[:MOST_TESTED], test.labels[:MOST_TESTED])
+    few = TensorSamples(image=tested[:MOST_TESTED], label=test.labels[:MOST_TESTED])
+    return TensorSamples(image=pixels, label=train.labels), few
 
 
 def generate_images(count: int, seed: int) -> TensorSamples:
@@ -162,7 +159,8 @@ def generate_images(count: int, seed: int) -> TensorSamples:
     grating = np.sin(2 * np.pi * waves[:, None, None] * along + phase)
     colour = draws.uniform(0.2, 1.0, (count, 3, 1, 1))
     pixels = 128 + 60 * colour * grating[:, None] + draws.normal(0, 60, (count, 3, SIDE, SIDE))
-    return make_samples(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels))
+    image = torch.from_numpy(pixels.clip(0, 255).astype(np.uint8))
+    return TensorSamples(image=image, label=torch.from_numpy(labels))
 
 
 class SmallCnn(nn.Sequential):

@@ -21,17 +21,14 @@ from rich.text import Text
 from halfstep.disk import find_unused_path, make_absolute
 from halfstep.errors import (
     ConfigError,
-    DataError,
     HalfstepError,
     Interrupted,
-    format_count,
     suggest_command,
     suggest_nearest,
 )
 from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
-from halfstep_train.config.schema import is_import_path
 from halfstep_train.config.section import count_cores
 from halfstep_train.config.statements import read_file_statements
 from halfstep_train.config.yaml_source import read_yaml
@@ -39,13 +36,12 @@ from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspec
 from halfstep_train.guide.suggest import Situation, Suggestion, describe_length, make_suggestions
 from halfstep_train.report.console import make_pairs_table
 from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.import_path import import_callable
 
 Value = TypeVar("Value")
 NO_DEFAULT = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """One question; `key` is its name in a file of answers."""
 
@@ -183,44 +179,22 @@ def show_question(console: Console, question: Question) -> None:
 
 FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}
 """The guide's entry for each family, and the workload that most users want on a GPU."""
-TASK = Question(
-    key="task",
-    text="What do you want to train?",
-    choices={
-        **{task: entry.about for task, (entry, _) in FAMILIES.items()},
-        "own": "a custom workload, by import path pkg.module:KIND or pkg.module:build",
-    },
-    default=next(iter(FAMILIES)),
-)
-MODEL = Question(
-    key="model",
-    text="Which model? Larger ones want more data and time.",
-    choices={
-        name: text for entry, _ in FAMILIES.values() if len(entry.models) > 1 for name, text in entry.models.items()
-    },
-)
-WORKLOAD = Question(key="workload", text="Import path of your workload (pkg.module:build)?")
-DATA = Question(key="data", text="Where are your data?", empty_means="demo data, generated")
-GOAL = Question(
-    key="goal",
-    text="What matters most?",
-    choices={
-        "fast": "done soon",
-        "quality": "the best result, however long it takes",
-        "lowmem": "little memory",
-        "stable": "no surprises: strict fp32",
-    },
-    default="fast",
-)
-PICK = Question(key="pick", text="Which one?", default="1")
-FILE = Question(key="file", text="Write it to which file?")
-START = Question(
-    key="start",
-    text="Start the training now?",
-    choices={"no": "only write the file", "yes": "start"},
-    default="no",
-)
-QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
+TASKS = {task: entry.about for task, (entry, _) in FAMILIES.items()}
+TASK = Question("task", "What do you want to train?", TASKS, default=next(iter(FAMILIES)))
+MODELS = {name: text for entry, _ in FAMILIES.values() if len(entry.models) > 1 for name, text in entry.models.items()}
+MODEL = Question("model", "Which model? Larger ones want more data and time.", MODELS)
+DATA = Question("data", "Where are your data?", empty_means="demo data, generated")
+GOALS = {
+    "fast": "done soon",
+    "quality": "the best result, however long it takes",
+    "lowmem": "little memory",
+    "stable": "no surprises: strict fp32",
+}
+GOAL = Question("goal", "What matters most?", GOALS, default="fast")
+PICK = Question("pick", "Which one?", default="1")
+FILE = Question("file", "Write it to which file?")
+START = Question("start", "Start the training now?", {"no": "only write the file", "yes": "start"}, default="no")
+QUESTIONS = (TASK, MODEL, DATA, GOAL, PICK, FILE, START)
 
 
 def add_task(answers: Mapping[str, str]) -> Mapping[str, str]:
@@ -244,17 +218,16 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
         device=device,
     )  # fmt: skip
     chosen = _ask_choice(asker, console, situation)
-    name = f"{workload.replace(':', '-').replace('.', '-')}-{chosen.name}.yaml"
-    asked = dataclasses.replace(FILE, default=str(find_unused_path(Path(name), ".yaml")))
+    name = Path(f"{workload}-{chosen.name}.yaml")
+    asked = dataclasses.replace(FILE, default=str(find_unused_path(name, ".yaml")))
     file = asker.ask(asked, check_new_file)
     # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = [file]
     file.write_text(chosen.to_yaml(), encoding="utf-8")
-    if data is not None:
-        files.append(find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png"))
-        shutil.copyfile(_get_grid_path(scratch), files[-1])
+    files.append(find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png"))
+    shutil.copyfile(_get_grid_path(scratch), files[-1])
     console.print()
     console.print(Text(f"Wrote {', '.join(map(str, files))}", style="green"), soft_wrap=True)
     console.print(Text("Train with:"))
@@ -263,26 +236,15 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
 
 
 def _ask_workload(asker: Asker, hardware: Hardware) -> str:
-    task = asker.ask(TASK, str)
-    if task == "own":
-        return asker.ask(WORKLOAD, check_own_workload)
-    entry, usual = FAMILIES[task]
+    entry, usual = FAMILIES[asker.ask(TASK, str)]
     if len(entry.models) == 1:
         return next(iter(entry.models))
     default = entry.usual_on_cpu if hardware.kind == "cpu" else usual
     return asker.ask(dataclasses.replace(MODEL, choices=entry.models, default=default), str)
 
 
-def check_own_workload(answer: str) -> str:
-    """Check that an import path leads to a callable."""
-    if not is_import_path(answer):
-        raise ConfigError(f"workload: {answer!r} is not an import path", fix="write one such as my_pkg.my_mod:build")
-    import_callable(answer, what="workload", form="build(config, store) -> Workload")
-    return answer
-
-
-def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataSummary | None]:
-    """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
+def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataSummary]:
+    """Return the data folder (None: demo data) and its content."""
 
     def inspect(answer: str) -> DataSummary:
         with console.status("reading the data"):
@@ -290,11 +252,6 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
                 return inspect_demo(workload, scratch / "demo")
             return inspect_data(workload, make_absolute(os.path.expanduser(answer)))
 
-    kind = KINDS.of(workload)
-    if kind.guide is None:
-        if kind.demo is None:
-            return asker.ask(dataclasses.replace(DATA, empty_means=""), check_folder), None
-        return asker.ask(DATA, lambda answer: check_folder(answer) if answer else None), None
     found = asker.ask(DATA, inspect)
     grid = _get_grid_path(scratch)
     save_grid(found, grid)
@@ -305,16 +262,6 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     return (None if found.is_demo else str(found.folder)), found
 
 
-def check_folder(answer: str) -> str:
-    """Check that a folder exists; only the custom workload can read its content."""
-    folder = make_absolute(os.path.expanduser(answer))
-    if not answer or not folder.is_dir():
-        raise DataError(
-            f"data: there is no folder {answer!r}", why="a custom workload has no demo data", fix="give a data folder"
-        )
-    return str(folder)
-
-
 def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
     with console.status("choosing batch, memory and workers"):
         offered = {one.name: one for one in make_suggestions(situation)}
@@ -322,7 +269,7 @@ def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggest
         console.print()
         console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
         console.print(make_pairs_table(one.facts))
-    num_train = situation.data.num_train if situation.data is not None else 0
+    num_train = situation.data.num_train
     question = dataclasses.replace(PICK, choices={name: _summarise(one, num_train) for name, one in offered.items()})
     return asker.ask(question, lambda name: offered[name])
 
@@ -331,8 +278,7 @@ def _summarise(one: Suggestion, num_train: int) -> str:
     train, each = one.config.train, KINDS.of(one.config.workload).describe_sample_size(one.config)
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
     size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
-    length = describe_length(one.config, num_train) if num_train else format_count(train.epochs, "epoch")
-    return f"{one.config.precision.default}, {size}, {length}"
+    return f"{one.config.precision.default}, {size}, {describe_length(one.config, num_train)}"
 
 
 def check_new_file(answer: str) -> Path:

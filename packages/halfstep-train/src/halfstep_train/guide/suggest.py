@@ -38,7 +38,6 @@ HOW_IT_RUNS = ("train.fast", "train.memory", "train.activation_checkpointing", "
 """Settings of a preset that apply to demo data, which have their own recipe."""
 SMALL_SET = 10_000
 """Training images below which `quick` replaces `fast`: its recipe is for a few thousand."""
-OWN_WORKERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,39 +70,31 @@ def make_suggestions(situation: Situation) -> tuple[Suggestion, ...]:
 
 
 def _adapt_to_small_data(preset: str, situation: Situation) -> str:
-    is_small = situation.data is not None and situation.data.num_train < SMALL_SET
+    is_small = situation.data.num_train < SMALL_SET
     has_quick = "quick" in KINDS.of(situation.workload).get_schema(situation.workload).presets and not situation.is_demo
     return "quick" if preset == "fast" and is_small and has_quick else preset
 
 
 def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
     """Build one suggestion: choose precision, batch, learning rate and workers, each with its reason."""
-    precision = _choose_precision(situation, preset)
+    precision = decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
     paths = {"precision": precision, **_choose_base_settings(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
     size_fact = _fit_to_pictures(situation, preset, paths)
     start = _build_config(situation, preset, paths)
-    if situation.data is None:
-        facts.append(("speed", _describe_speed(situation.hardware, precision)))
-        paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
-        facts.append(("memory", "unknown for a custom model: train.auto_batch halves the batch if necessary"))
-    else:
-        cost = predict_step_cost(start, situation.data.opened.store, situation.hardware, precision, planners)
-        size, size_facts = choose_batch(situation, preset, start, cost)
-        trained = estimate_rate(situation, cost, precision)
-        rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
-        readers, readers_fact = choose_workers(situation, start, trained)
-        paths |= {**readers, **rate, **size}
-        facts.append(("speed", _describe_speed(situation.hardware, precision)))
-        facts += [*size_facts, rate_fact, readers_fact]
-        facts += estimate_duration(situation, _build_config(situation, preset, paths), trained)
+    cost = predict_step_cost(start, situation.data.opened.store, situation.hardware, precision, planners)
+    size, size_facts = choose_batch(situation, preset, start, cost)
+    trained = estimate_rate(situation, cost, precision)
+    rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
+    readers, readers_fact = choose_workers(situation, start, trained)
+    paths |= {**readers, **rate, **size}
+    facts.append(("speed", _describe_speed(situation.hardware, precision)))
+    facts += [*size_facts, rate_fact, readers_fact]
+    config = _build_config(situation, preset, paths)
+    facts += estimate_duration(situation, config, trained)
     facts += [*size_fact, *_list_remarks(situation, paths)]
-    return Suggestion(
-        name=preset,
-        values=_nest_settings(situation, preset, paths),
-        config=_build_config(situation, preset, paths),
-        facts=tuple(facts),
-    )
+    values = _nest_settings(situation, preset, paths)
+    return Suggestion(name=preset, values=values, config=config, facts=tuple(facts))
 
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
@@ -114,16 +105,15 @@ def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
         paths |= {key: values[key] for key in HOW_IT_RUNS if key in values}
     if situation.data_dir:
         paths["data.dir"] = situation.data_dir
-    if situation.data is not None and situation.data.on_bad_file == "skip":
+    if situation.data.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
-    paths |= _choose_smaller(situation)
-    return paths
+    return paths | _choose_smaller(situation)
 
 
 def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
     """Limit the image size to that of the data, with matching first layers; update `paths`, return the reason."""
     data, config = situation.data, _build_config(situation, preset, paths)
-    if data is None or data.opened.sides is None or situation.is_demo:
+    if data.opened.sides is None or situation.is_demo:
         return []
     side = choose_side(data.opened.sides)
     if side >= config.data.image_size:
@@ -134,13 +124,9 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
 
 
 def _choose_smaller(situation: Situation) -> dict[str, Any]:
-    if situation.hardware.kind != "cpu" or situation.data is None or situation.is_demo:
+    if situation.hardware.kind != "cpu" or situation.is_demo:
         return {}
     return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
-
-
-def _choose_precision(situation: Situation, preset: str) -> str:
-    return decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
 
 
 def _explain_precision(situation: Situation, precision: str) -> str:
@@ -168,7 +154,7 @@ def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tu
     if smaller := _choose_smaller(situation):
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"smaller than the default: {settings}"
-    elif situation.data is not None and not situation.is_demo:
+    elif not situation.is_demo:
         yield from situation.data.opened.remarks
 
 
@@ -207,15 +193,14 @@ class Situation:
     goal: str
     hardware: Hardware
     num_cores: int
-    data: DataSummary | None
-    """None for a custom workload, whose data only it can read."""
+    data: DataSummary
     data_dir: str | None
     device: str | None
     """As given by the user, to be written to the config; None: the run chooses."""
 
     @property
     def is_demo(self) -> bool:
-        return self.data is not None and self.data.is_demo
+        return self.data.is_demo
 
     @property
     def memory_bytes(self) -> int:
@@ -226,7 +211,6 @@ def choose_batch(
     situation: Situation, preset: str, start: RunConfig, cost: StepCost
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Choose batch and accumulation: the recipe's samples per step, more for `fast`, limited by data and memory."""
-    assert situation.data is not None
     num_train, memory = situation.data.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
     fits = _round_to_power_of_two(cost.find_largest_batch(memory)) if memory else recipe
@@ -293,7 +277,6 @@ def choose_workers(
 ) -> tuple[dict[str, Any], tuple[str, str]]:
     """Choose as many workers as the training rate needs, at most one per core."""
     data, cores = situation.data, situation.num_cores
-    assert data is not None
     reading = f"one process reads {data.decoded_per_s:,.0f} samples/s (measured)"
     if situation.is_demo:
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
@@ -318,7 +301,7 @@ def estimate_rate(situation: Situation, cost: StepCost, precision: str) -> float
 def estimate_duration(situation: Situation, config: RunConfig, trained_per_s: float | None) -> list[tuple[str, str]]:
     """Estimate the time of training, validation and reading; empty if nothing was measured."""
     data = situation.data
-    if trained_per_s is None or data is None:
+    if trained_per_s is None:
         return []
     trained_samples, validations = count_work(config, data.num_train)
     validated = validations * data.num_val

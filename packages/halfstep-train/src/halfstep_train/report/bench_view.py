@@ -16,8 +16,6 @@ from halfstep_train.report.console import make_columns_table, print_text, split_
 Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "mode", "precision")
-OLDER_UNIT = {"name": "sample", "per_sample": 1}
-"""Unit of stored results in benchmarks/results that do not name one."""
 
 
 def show_bench(record: Record, console: Console) -> None:
@@ -26,7 +24,7 @@ def show_bench(record: Record, console: Console) -> None:
     title = f"{format_problem(record)}: {record['device']}, torch {record['versions']['torch']}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
-    columns = _build_columns(measured, record.get("unit", OLDER_UNIT))
+    columns = _build_columns(measured, record["unit"])
     for table in split_columns(columns, console.width, names=WHO) if measured else ():
         console.print(make_columns_table(table, left=WHO))
     missing = [f"not measured: {_format_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
@@ -44,8 +42,7 @@ def show_bench(record: Record, console: Console) -> None:
 def format_problem(record: Record) -> str:
     """Format `unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1`."""
     problem = record["problem"]
-    # Stored benchmarks without `sample_size` are all of images.
-    size = record.get("sample_size", f"{problem['image_size']} pixels")
+    size = record["sample_size"]
     number = problem["parameters"]
     count = f"{format_digits(number / 1e6)}M" if number >= 1e6 else f"{number:,}"
     parameters = f"{' reduced to' if problem.get('reduced') else ','} {count} parameters"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -17,35 +17,25 @@ from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 from halfstep_train.report.console import print_text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SettingRow:
-    """One setting, with what the view shows about it."""
-
-    key: str
-    value: object
-    origin: Origin
-    description: str
-
-
-def list_settings(loaded: Loaded) -> Iterator[SettingRow]:
-    """Yield every setting in the order of the schema, and each key of an open section."""
+def list_settings(loaded: Loaded) -> Iterator[tuple[str, object, Origin, str]]:
+    """Yield key, value, origin and description of every setting, and of each key of an open section."""
     for path, field in list_fields(type(loaded.config)).items():
         value = operator.attrgetter(path)(loaded.config)
         described = field.description or ""
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
             for key, item in value.items():
                 origin = loaded.origins.get(f"{path}.{key}", DEFAULT)
-                yield SettingRow(key=f"{path}.{key}", value=item, origin=origin, description=described)
+                yield f"{path}.{key}", item, origin, described
         else:
-            yield SettingRow(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
+            yield path, value, loaded.origins.get(path, DEFAULT), described
 
 
 def dump_config(loaded: Loaded) -> dict[str, Any]:
     """Return every setting with value, source and description as plain data."""
     return {
         "settings": {
-            one.key: {"value": one.value, "source": asdict(one.origin), "description": one.description}
-            for one in list_settings(loaded)
+            key: {"value": value, "source": asdict(origin), "description": description}
+            for key, value, origin, description in list_settings(loaded)
         },
         "overridden": [asdict(override) for override in loaded.overridden],
         "notes": list(loaded.notes),
@@ -55,10 +45,10 @@ def dump_config(loaded: Loaded) -> dict[str, Any]:
 
 def show_config(loaded: Loaded, console: Console) -> None:
     """Print every setting; those that were set are bold, defaults are dim."""
-    for row in list_settings(loaded):
-        style = "dim" if row.origin.layer == "default" else "bold"
-        line = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
-        console.print(f"[{style}]{line}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
+    for key, value, origin, description in list_settings(loaded):
+        style = "dim" if origin.layer == "default" else "bold"
+        line = escape(f"{key} = {format_setting(value)}  ({origin})")
+        console.print(f"[{style}]{line}[/]\n    [dim]{escape(description)}[/]", highlight=False)
     for line in format_header(loaded):
         console.print(escape(line))
     for warning in loaded.warnings:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich import box
@@ -15,19 +18,28 @@ from rich.text import Text
 
 from halfstep.errors import make_printable
 
-WORD_STYLES = {
-    "native": "green",
-    "emulated": "yellow",
-    "missing": "dim",
-    "exact": "green",
-    "rounded": "cyan",
-    "subnormal": "yellow",
-    "flushed to zero": "bold red",
-    "overflow": "bold red",
-    "yes": "green",
-    "no": "dim",
+STYLED = {
+    "green": ("native", "exact", "yes"),
+    "cyan": ("rounded",),
+    "yellow": ("emulated", "subnormal"),
+    "bold red": ("flushed to zero", "overflow"),
+    "dim": ("missing", "no"),
 }
+WORD_STYLES = {word: style for style, words in STYLED.items() for word in words}
 """Colours of words in table cells."""
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Suppress other packages' warnings and log lines below errors."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def print_text(console: Console, text: Text) -> None:

@@ -16,7 +16,7 @@ import shlex
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, HalfstepError, TrainingStopped, suggest_install, summarise_error
@@ -28,18 +28,21 @@ MOST_PARAMS = 100
 LONGEST_PARAM = 6000
 
 
-class Listener(Protocol):
+class Listener:
     """Receives every record of a run."""
 
     name: str
-    where: str
+    where = ""
     """How to see what it recorded; empty for callbacks."""
 
-    def add(self, record: Mapping[str, Any]) -> None: ...
+    def add(self, record: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
-    def add_files(self, folder: Path, files: Sequence[Path]) -> None: ...
+    def add_files(self, folder: Path, files: Sequence[Path]) -> None:
+        """Do nothing: a listener may have no use for files."""
 
-    def close(self, *, is_complete: bool) -> None: ...
+    def close(self, *, is_complete: bool) -> None:
+        """Do nothing: a listener may have nothing open."""
 
 
 def refuse_missing(names: Iterable[str]) -> None:
@@ -109,7 +112,7 @@ def select_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class TensorBoard:
+class TensorBoard(Listener):
     """Writes event files into `RUN/tensorboard`, for `tensorboard --logdir`."""
 
     name = "tensorboard"
@@ -132,14 +135,11 @@ class TensorBoard:
         for name, value in select_scalars(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
-    def add_files(self, folder: Path, files: Sequence[Path]) -> None:
-        """Do nothing: TensorBoard has no files; they are next to its folder."""
-
     def close(self, *, is_complete: bool) -> None:
         self._writer.close()
 
 
-class WandB:
+class WandB(Listener):
     """Sends a run to Weights & Biases; `WANDB_MODE=offline` keeps it in `RUN/wandb`, for `wandb sync`."""
 
     name = "wandb"
@@ -186,7 +186,7 @@ class WandB:
         self._run.finish(exit_code=0 if is_complete else 1)
 
 
-class MLflow:
+class MLflow(Listener):
     """Sends a run to the store of MLFLOW_TRACKING_URI; by default `mlflow.db` in the working folder."""
 
     name = "mlflow"
@@ -226,11 +226,10 @@ class CallbackFailed(TrainingStopped):
     """A function of `train.callbacks` raised; the run is saved and can be continued."""
 
 
-class Callbacks:
+class Callbacks(Listener):
     """Calls the user's functions with each record; after an exception none of them is called again."""
 
     name = "train.callbacks"
-    where = ""
 
     def __init__(self, functions: Mapping[str, Callable[[dict[str, Any]], object]]) -> None:
         self._functions = functions
@@ -248,7 +247,3 @@ class Callbacks:
                 )
                 self.failure.__cause__ = error
                 return
-
-    def add_files(self, folder: Path, files: Sequence[Path]) -> None: ...
-
-    def close(self, *, is_complete: bool) -> None: ...

@@ -18,8 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.disk import GONE, redirect_to_null, refuse_special_file
-from halfstep.errors import ConfigError, HalfstepError, make_printable, summarise_error
+from halfstep.disk import refuse_special_file
+from halfstep.errors import HalfstepError, make_printable, summarise_error
 from halfstep_train.report.console import print_text
 from halfstep_train.report.listeners import Callbacks, Listener
 from halfstep_train.report.metrics_file import MetricsFile
@@ -29,30 +29,6 @@ Level = Literal["info", "warning", "error"]
 STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}
 
 Rows = Sequence[tuple[str, str]]
-
-
-class DeafConsole(Console):
-    """A console that survives a closed pipe: `halfstep train ... | head` must not end a run."""
-
-    def _check_buffer(self) -> None:
-        try:
-            super()._check_buffer()
-        except OSError as error:
-            if error.errno not in GONE:
-                raise explain_unwritable_output(error) from error
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        redirect_to_null(self.file.fileno())
-
-
-def explain_unwritable_output(error: OSError) -> ConfigError:
-    """Return the error for output that cannot be written, usually because the disk is full."""
-    return ConfigError(
-        f"cannot write the output: {error.strerror}",
-        fix="free disk space, or redirect the output: > FILE",
-    )
 
 
 class RunReport:
@@ -71,8 +47,8 @@ class RunReport:
         if log is not None:
             refuse_special_file(log)
         self._log = log
-        self._console = console or DeafConsole()
-        self._warnings = console or DeafConsole(stderr=True)
+        self._console = console or Console()
+        self._warnings = console or Console(stderr=True)
         self._quiet, self._verbose = quiet, verbose
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self.folder, self._listeners, self._is_complete = folder, list(listeners), False

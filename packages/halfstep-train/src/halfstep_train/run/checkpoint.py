@@ -164,7 +164,8 @@ class Checkpoints:
                 damaged.append(path)
                 on_damaged(f"{error.what}; going back to the checkpoint before it")
                 continue
-            self._set_aside(damaged)
+            for one in damaged:
+                one.rename(one.with_name(f".damaged-{one.name}-{os.getpid()}"))
             return path
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}",
@@ -201,16 +202,6 @@ class Checkpoints:
 
     def _get_plain_name(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
-
-    def _set_aside(self, damaged: list[Path]) -> None:
-        for path in damaged:
-            try:
-                path.rename(path.with_name(f".damaged-{path.name}-{os.getpid()}"))
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot rename the damaged checkpoint {path}: {error.strerror}",
-                    fix="make its folder writable, or delete the checkpoint",
-                ) from error
 
     def _drop_old(self, newest: Path) -> None:
         """Remove earlier checkpoints of the same step, and the oldest beyond the limit."""

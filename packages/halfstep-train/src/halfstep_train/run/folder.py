@@ -31,7 +31,6 @@ from halfstep.errors import (
     ConfigError,
     DataError,
     ModelError,
-    make_printable,
     suggest_command,
 )
 from halfstep.precision.plan import Plan
@@ -63,9 +62,6 @@ class Settled:
     """Signatures of the custom code that the run was trained with, by import path."""
     before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings before each resume that changed some, oldest first, and `until` which step they were used."""
-
-
-CHOOSE_ANOTHER = "choose a writable folder with --out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,28 +136,19 @@ class RunFolder:
         """Create a new folder; an existing one with content is an error, a default name that is taken gets a number."""
         path = Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         cls.refuse_unusable(path)
-        try:
-            (path / "report").mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot create the run's folder {path}: {error.strerror}", fix=CHOOSE_ANOTHER
-            ) from error
+        (path / "report").mkdir(parents=True)
         return cls(path)
 
     @classmethod
     def refuse_unusable(cls, path: Path) -> None:
         """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
-        if make_printable(str(path)) != str(path):
-            raise CheckpointError(
-                f"the name of the run's folder {path} is not printable UTF-8 text",
-                why="safetensors cannot read files from such a folder",
-                fix="choose another name with --out",
-            )
         if path.is_dir() and any(path.iterdir()):
             raise _explain_taken(cls(path))
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         if not existing.is_dir():
-            raise CheckpointError(f"cannot create the run's folder {path}: {existing} is a file", fix=CHOOSE_ANOTHER)
+            raise CheckpointError(
+                f"cannot create the run's folder {path}: {existing} is a file", fix="choose another folder with --out"
+            )
 
     @classmethod
     def open(cls, path: str) -> RunFolder:
@@ -236,20 +223,6 @@ def refuse_used_folder(out: Path) -> None:
         )
 
 
-COMPARISON = "comparison.json"
-"""The record of `halfstep compare`, in a folder of its own."""
-
-
-def refuse_no_comparison(folder: Path) -> None:
-    """Raise CheckpointError if `halfstep compare` did not make this folder."""
-    if not (folder / COMPARISON).is_file():
-        raise CheckpointError(
-            f"{folder} is not a comparison",
-            why=f"{COMPARISON} is missing",
-            fix="name a folder that `halfstep compare` created",
-        )
-
-
 def suggest_resume(path: Path, world: World | None = None) -> str:
     """Return the command that resumes a run of these ranks which stopped before its end."""
     if is_dry_run(path):
@@ -277,16 +250,6 @@ def name_run(workload: str) -> str:
 def point_to_demo_data(loaded: Loaded, data_dir: Path) -> Loaded:
     origins = {**loaded.origins, "data.dir": Origin(layer="default", where="generated demo data")}
     return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}), origins=origins)
-
-
-def write_demo_data(workload: str, data_dir: Path, seed: int) -> None:
-    try:
-        KINDS.of(workload).write_demo(workload, data_dir, seed=seed)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write the demo data to {data_dir}: {error.strerror}",
-            fix="free disk space, or choose another folder with --out",
-        ) from error
 
 
 # --- settings in the folder ---

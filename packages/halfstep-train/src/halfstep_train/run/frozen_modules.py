@@ -126,13 +126,7 @@ def copy_made_here(parts: Parts) -> dict[str, dict[str, Tensor]]:
 def write_made_here(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
     """Write these modules once, each atomically."""
     for name, tensors in made.items():
-        path = _get_path(folder, name)
-        try:
-            write_tensors(path, tensors)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {path}: {error}", fix="free disk space, or choose another --out"
-            ) from error
+        write_tensors(_get_path(folder, name), tensors)
 
 
 def _load_(name: str, module: nn.Module, folder: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,10 @@ def connect_ranks(
     def run_compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         """Fall back to eager within the step: the other ranks are in the same step, and the sums stay the same."""
         try:
-            return run_uncut(compiled, batch)
+            # By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses
+            # less, and it fails on kernels that are custom autograd functions, as ours are.
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                return compiled(batch)
         except (HalfstepError, OutOfMemory):
             raise
         except Exception as error:
@@ -72,48 +75,37 @@ def connect_ranks(
     return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
 
 
-def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-    """Run a region that is compiled as a whole.
-
-    By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses less, and it
-    fails on kernels that are custom autograd functions, as ours are.
-    """
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        return compiled(batch)
-
-
 def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
     """Replace BatchNorm by SyncBatchNorm, as `train.sync_batch_norm` asks."""
     if device.type != "cuda":
-        raise mark_agreed(
-            ConfigError(
-                f"train.sync_batch_norm=true does not work on {device.type}",
-                why="torch supports SyncBatchNorm on GPUs only",
-                fix="leave it out, or train on GPUs",
-            )
+        refuse_on_all(
+            f"train.sync_batch_norm=true does not work on {device.type}",
+            why="torch supports SyncBatchNorm on GPUs only",
+            fix="leave it out, or train on GPUs",
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
+
+
+def refuse_on_all(what: str, *, why: str, fix: str) -> NoReturn:
+    """Raise ConfigError for what every rank refuses, so that it is shown without the number of one rank."""
+    raise mark_agreed(ConfigError(what, why=why, fix=fix))
 
 
 def refuse_small_batch(loaded: Loaded, size: int) -> None:
     """Refuse a batch that several ranks cannot divide, or that counts other ranks, before anything is built."""
     batch_size = loaded.config.train.batch_size
     if loaded.per_rank and loaded.num_ranks != size:
-        raise mark_agreed(
-            ConfigError(
-                f"{loaded.per_rank[0]} is given per GPU and was multiplied by {loaded.num_ranks}, not by {size} ranks",
-                why="the config was loaded before the ranks were known",
-                fix=f"name the workload or file in hs.train itself, or give {loaded.per_rank[0]} for all ranks",
-            )
+        refuse_on_all(
+            f"{loaded.per_rank[0]} is given per GPU and was multiplied by {loaded.num_ranks}, not by {size} ranks",
+            why="the config was loaded before the ranks were known",
+            fix=f"name the workload or file in hs.train itself, or give {loaded.per_rank[0]} for all ranks",
         )
     if size > batch_size:
-        raise mark_agreed(
-            ConfigError(
-                f"train.batch_size={batch_size} is too small for {size} ranks",
-                why="batch_size counts samples over all ranks, and each rank needs at least one",
-                fix=f"train.batch_size={size} or more, or fewer ranks",
-            )
+        refuse_on_all(
+            f"train.batch_size={batch_size} is too small for {size} ranks",
+            why="batch_size counts samples over all ranks, and each rank needs at least one",
+            fix=f"train.batch_size={size} or more, or fewer ranks",
         )
 
 

@@ -117,6 +117,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
     islands = [row.module for row in plan.rows if row.kind == "island"]
     chosen = loaded.origins.get("precision.default", DEFAULT)
+    folder_from = loaded.origins.get("data.dir", DEFAULT)  # a folder typed as `data` is shown in full next to it
     by_launcher = f" ({chosen})" if chosen.layer == "launcher" else ""  # which the user may not know of
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}{by_launcher}"),
@@ -127,7 +128,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         *describe_frozen(parts.workload.frozen, plan),
         ("data", f"{num_train:,} training, {format_count(num_val, 'validation sample')}"),
-        ("data folder", _add_origin(config.data.dir or "", loaded, "data.dir")),
+        ("data folder", (config.data.dir or "") + (f" ({folder_from})" if folder_from.layer != "default" else "")),
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
@@ -201,12 +202,6 @@ def _describe_long_warmup(num_steps: int | None, total_steps: int) -> str:
         return ""
     share = f"{total_steps / num_steps:.2g}"
     return f"; schedule.warmup_steps={num_steps} is longer: the learning rate only rises to {share} of optimizer.lr"
-
-
-def _add_origin(value: str, loaded: Loaded, key: str) -> str:
-    """Add the origin to a value: a folder that was typed as `data` is shown in full next to it."""
-    origin = loaded.origins.get(key, DEFAULT)
-    return f"{value} ({origin})" if value and origin.layer != "default" else value
 
 
 def _shorten_notes(notes: tuple[str, ...], most: int = 20) -> list[str]:

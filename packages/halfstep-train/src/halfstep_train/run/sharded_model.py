@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.distributed.sharding import Sharding, find_sharding
-from halfstep.distributed.world import World, mark_agreed
+from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import InFp32
 from halfstep.recompute import Recomputing
 from halfstep.step.ranks import Ranks
 from halfstep_train.config.schema import RunConfig, TrainConfig
+from halfstep_train.run.multi_rank import refuse_on_all
 from halfstep_train.tune.modes import Batch, Mode, Region, cast_weights_again, compile_region
 from halfstep_train.workloads.base.workload import Workload
 
@@ -85,12 +86,10 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
     }
     for name, (is_asked, fix) in unfit.items():
         if is_asked:
-            raise mark_agreed(
-                ConfigError(
-                    f"train.shard={str(train.shard).lower()} does not work with {name}",
-                    why="it needs the whole model, a copy of it, or weights that FSDP2 cannot shard",
-                    fix=fix,
-                )
+            refuse_on_all(
+                f"train.shard={str(train.shard).lower()} does not work with {name}",
+                why="it needs the whole model, a copy of it, or weights that FSDP2 cannot shard",
+                fix=fix,
             )
 
 
@@ -243,10 +242,8 @@ def _find_own_units(unit: Sequence[nn.Module], *, gathers_half: bool) -> Iterato
 def refuse_unfit_gather(train: TrainConfig, plan: Plan) -> None:
     if train.shard_gather == "bf16" and (plan.granted != "bf16" or plan.simulated):
         precision = f"simulated {plan.granted}" if plan.simulated else plan.granted
-        raise mark_agreed(
-            ConfigError(
-                f"train.shard_gather=bf16 with precision {precision}",
-                why="weights would be rounded to bf16 although they are used in another format",
-                fix="leave train.shard_gather out, or --precision bf16",
-            )
+        refuse_on_all(
+            f"train.shard_gather=bf16 with precision {precision}",
+            why="weights would be rounded to bf16 although they are used in another format",
+            fix="leave train.shard_gather out, or --precision bf16",
         )

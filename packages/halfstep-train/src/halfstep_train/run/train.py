@@ -38,7 +38,6 @@ from halfstep_train.run.folder import (
     name_run,
     point_to_demo_data,
     record_data,
-    write_demo_data,
 )
 from halfstep_train.run.frozen_modules import add_checksums, copy_made_here, write_made_here
 from halfstep_train.run.interrupts import catch_interrupts, raise_at_once
@@ -54,6 +53,7 @@ from halfstep_train.run.run_rank import RunRank, post_warnings
 from halfstep_train.run.sharded_model import refuse_unshardable
 from halfstep_train.run.stored_run import StoredRun, open_stored_run
 from halfstep_train.tune.fresh_thread import forget_compiled
+from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
@@ -119,7 +119,8 @@ class Run:
                 if is_demo(asked):
                     folder = self._create_folder(out, f"{name}-demo")
                     data_dir, seed = make_absolute(folder.path) / "data", asked.train.seed
-                    self.rank.run_on_first(partial(write_demo_data, asked.workload, data_dir, seed))
+                    write_demo = KINDS.of(asked.workload).write_demo
+                    self.rank.run_on_first(partial(write_demo, asked.workload, data_dir, seed=seed))
                     self.loaded = point_to_demo_data(self.loaded, data_dir)
                 self.workload = add_checksums(build_workload(self.config))
                 made = copy_made_here(self.workload.frozen)

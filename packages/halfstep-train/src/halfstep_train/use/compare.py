@@ -8,22 +8,23 @@ Every outcome is written to `comparison.json` at once, so an interrupted compari
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import lock_folder, parse_json, write_atomically
+from pydantic import TypeAdapter
+
+from halfstep.disk import lock_folder, write_atomically
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, format_duration
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
 from halfstep_train.config.foreign import flatten_keys
-from halfstep_train.run.folder import COMPARISON, RunFolder, make_paths_absolute
+from halfstep_train.run.folder import RunFolder, make_paths_absolute, name_run
 from halfstep_train.tune.choose import find_asked_mode
 from halfstep_train.use.compare_run import (
     OUT_OF_MEMORY,
@@ -111,17 +112,6 @@ class Comparison:
     def _read_from_runs(self, key: str, unknown: str) -> str:
         return next((run.summary[key] for run in self.runs if key in run.summary), unknown)
 
-    @classmethod
-    def from_json(cls, text: str) -> Comparison:
-        record = parse_json(text)
-        runs = [RunOutcome.from_json(one) for one in record["runs"]]
-        return cls(**{**record, "runs": runs, "request": CompareRequest.from_json(record["request"])})
-
-    def to_json(self) -> str:
-        record = {name: getattr(self, name) for name in self.__slots__}
-        runs = [one.to_json() for one in self.runs]
-        return json.dumps({**record, "runs": runs, "request": asdict(self.request)}, indent=1) + "\n"
-
     def select_outcomes(self, row: str) -> list[RunOutcome]:
         """Return the row's outcomes in the order of their seeds, as they are paired."""
         return sorted((run for run in self.runs if run.row == row), key=lambda run: run.seed)
@@ -155,7 +145,7 @@ def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, 
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
             raise
-    name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
+    name = name_run(configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
     comparison = Comparison(request=request, settings=collect_settings(request), simulated=simulated)
     _write(folder, comparison)
@@ -185,12 +175,17 @@ def find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
     return sorted(key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key))
 
 
+COMPARISON = "comparison.json"
+STORED = TypeAdapter(Comparison)
+"""Comparisons as JSON, in which null stands for NaN."""
+
+
 def open_comparison(folder: Path) -> Comparison:
     """Read a stored comparison."""
     path = folder / COMPARISON
     try:
-        return Comparison.from_json(path.read_text())
-    except (ValueError, TypeError, KeyError) as error:
+        return STORED.validate_json(path.read_bytes())
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", fix="compare again, into another folder") from error
 
 
@@ -267,4 +262,4 @@ def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
 
 
 def _write(folder: Path, comparison: Comparison) -> None:
-    write_atomically(folder / COMPARISON, comparison.to_json())
+    write_atomically(folder / COMPARISON, STORED.dump_json(comparison, indent=1).decode() + "\n")

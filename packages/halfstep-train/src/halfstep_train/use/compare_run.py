@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import multiprocessing
@@ -17,7 +16,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from halfstep.disk import parse_json
 from halfstep.errors import (
@@ -71,19 +72,14 @@ class CompareRequest:
     def baseline(self) -> ComparedRow:
         return self.rows[0]
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> CompareRequest:
-        rows = tuple(ComparedRow(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
-        return cls(**{**record, "rows": rows, "overrides": tuple(record["overrides"])})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOutcome:
-    """The result of one run, as plain numbers for JSON."""
+    """The result of one run."""
 
     row: str
     seed: int
-    value: float
+    value: Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
     """The headline metric at the last (or best) validation; NaN if the run was stopped."""
     curve: tuple[tuple[int, float, float], ...]
     """(step, seconds, value) of each validation."""
@@ -93,15 +89,6 @@ class RunOutcome:
     end: End = "done"
     stopped: str = ""
     """Why the guard stopped it, or that it ran out of memory."""
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> RunOutcome:
-        value = math.nan if record["value"] is None else float(record["value"])
-        curve = tuple((int(step), float(seconds), float(found)) for step, seconds, found in record["curve"])
-        return cls(**{**record, "value": value, "curve": curve})
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "value": self.value if math.isfinite(self.value) else None}
 
 
 def load_row(request: CompareRequest, row: ComparedRow, seed: int = 0) -> Loaded:
@@ -151,7 +138,10 @@ def train_row(request: CompareRequest, row: ComparedRow, seed: int, folder: Path
     summary, curve = dict[str, Any](), list[tuple[int, float, float]]()
     if end == "done":
         record = read_run(folder)
-        summary = record.summary | read_data_digest(folder)
+        summary = record.summary
+        # Demo data are generated in the run's folder.
+        if (digest := folder / "data.json").is_file() and not (folder / "data").is_dir():
+            summary = {**summary, "data": "of digest " + str(parse_json(digest.read_text())["digest"])[:12]}
         curve = [(v["step"], v["elapsed_s"], float(v[record.metric])) for v in record.select_kind("val")]
     value = curve[-1][2] if curve else math.nan
     if request.best and curve:
@@ -166,14 +156,6 @@ def train_row(request: CompareRequest, row: ComparedRow, seed: int, folder: Path
         end=end,
         stopped=stopped,
     )
-
-
-def read_data_digest(folder: Path) -> dict[str, str]:
-    """Return the digest of the data files; empty for data generated inside the run's folder."""
-    record = folder / "data.json"
-    if not record.is_file() or (folder / "data").is_dir():
-        return {}
-    return {"data": "of digest " + str(parse_json(record.read_text())["digest"])[:12]}
 
 
 def remove_all_but_records(folder: Path) -> None:

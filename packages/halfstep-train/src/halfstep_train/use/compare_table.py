@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
     # The times and memory of runs in parallel or in a simulated format mean nothing.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
+    key = find_rate_key(alone[0].summary) if alone else SAMPLES
+    units_per_sample = 1.0 if key == SAMPLES else alone[0].summary[key] / alone[0].summary[SAMPLES]
     price = comparison.request.price
     is_simulated = any(run.summary.get("simulated") for run in runs)
     times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
@@ -59,7 +61,7 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
         money=None if price is None or seconds is None else price * seconds / 3600,
         seconds_to_same_quality=to_quality_s if math.isfinite(to_quality_s) else None,
         seeds_that_never_reached_it=times.count(None),
-        rate=_compute_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
+        rate=(format_rate_unit(key), units_per_sample / per_sample) if per_sample else None,
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
 
@@ -72,12 +74,6 @@ def _describe_ran(comparison: Comparison, row: str) -> str:
         return "simulated"
     others = {summary["precision"] for summary in summaries if "precision" in summary} - {asked}
     return f"ran {', '.join(sorted(others))}" if others and asked != "auto" else ""
-
-
-def _compute_rate(summary: Mapping[str, Any], samples_per_s: float) -> tuple[str, float]:
-    """Return throughput in the unit of the workload, with the unit's name."""
-    key = find_rate_key(summary)
-    return format_rate_unit(key), samples_per_s * (1 if key == SAMPLES else summary[key] / summary[SAMPLES])
 
 
 def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) -> int | None:
@@ -209,7 +205,8 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
         "money/run": [_format_number(line.money) for line in lines],
     }
     columns[metric] = [_format_spread(line.values) for line in lines]
-    columns["difference"] = [_format_interval(line.difference) for line in lines]
+    bounds = [line.difference for line in lines]
+    columns["difference"] = ["" if one is None else f"{one[0]:+.2g} … {one[1]:+.2g}" for one in bounds]
     columns["time to\nsame quality"] = [_format_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
     # Drop columns without any measurement.
@@ -245,10 +242,6 @@ def _format_spread(values: Sequence[float]) -> str:
         return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):#.4g} ± {deviation:.2g}"
-
-
-def _format_interval(bounds: tuple[float, float] | None) -> str:
-    return "" if bounds is None else f"{bounds[0]:+.2g} … {bounds[1]:+.2g}"
 
 
 def _format_quality(line: TableLine) -> str:

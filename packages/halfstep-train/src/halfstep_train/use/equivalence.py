@@ -93,15 +93,15 @@ def judge_rows(baseline: Sequence[float], rows: Mapping[str, Sequence[float]], m
     """Compare each row with the baseline, seed by seed."""
     # A metric that is constant over all runs shows nothing, so it never counts as the same.
     stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
-    levels = {
-        name: 1.0 if name in stuck else _compute_p_same(_pair_differences(baseline, values), margin)
-        for name, values in rows.items()
+    differences = {
+        name: np.asarray(values, np.float64) - np.asarray(baseline, np.float64) for name, values in rows.items()
     }
+    order = sorted(rows, key=lambda name: (name in stuck, -_measure_clarity(differences[name], margin)))
     found: dict[str, RowVerdict] = {}
     still_same = True
-    for place, name in enumerate(sorted(levels, key=lambda name: levels[name])):
+    for place, name in enumerate(order):
         # Holm: the clearest row is judged most strictly; after one that fails no later one is called the same.
-        verdict = _judge_row(_pair_differences(baseline, rows[name]), margin, LEVEL / (len(rows) - place))
+        verdict = _judge_row(differences[name], margin, LEVEL / (len(rows) - place))
         if name in stuck and verdict.word == "same":
             why = f"the metric is {baseline[0]:g} in every run, so it cannot show a difference"
             verdict = replace(verdict, word="not shown", why=why)
@@ -145,20 +145,13 @@ def count_seeds_needed(mean: float, deviation: float, margin: float, level: floa
     return None
 
 
-def _pair_differences(baseline: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:
-    return np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
-
-
-def _compute_p_same(differences: NDArray[np.float64], margin: float) -> float:
-    """Return the p-value of equivalence: the larger p of the two one-sided tests."""
-    count = len(differences)
-    if count < 2 or not np.isfinite(differences).all():
-        return 1.0
-    error = float(differences.std(ddof=1)) / math.sqrt(count)
+def _measure_clarity(differences: NDArray[np.float64], margin: float) -> float:
+    """Return how many standard errors the mean difference is inside the margin; p-values have the opposite order."""
+    if len(differences) < 2 or not np.isfinite(differences).all():
+        return -math.inf
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     room = margin - abs(float(differences.mean()))
-    if error == 0:
-        return 0.0 if room > 0 else 1.0
-    return 1 - compute_student_cdf(room / error, count - 1)
+    return room / error if error else math.copysign(math.inf, room)
 
 
 # --- Student's t with a whole number of degrees of freedom, where its distribution is a finite sum ---

@@ -6,12 +6,9 @@ onnxruntime. All of it runs on the CPU, where every format can be compared."""
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from halfstep.errors import ConfigError, format_bytes
 from halfstep.hardware.clock import Stopwatch
 from halfstep.step.randomness import choose_algorithms
 from halfstep.tensor_files import write_tensors
-from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text
+from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text, silence
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.folder import refuse_used_folder
 from halfstep_train.run.frozen_modules import name_lost_files
@@ -125,12 +122,12 @@ def export(
                 bar.advance()
             written = OnnxModel(folder / "model.onnx")
             shown = [loaded.look(k)[0][command.input] for k in range(min(NUM_COMPARED, len(workload.val_samples)))]
-            largest = max(_compare(model, written, one) for one in shown)
+            with torch.no_grad():
+                largest = max(float((model(one) - written(one)).abs().max()) for one in shown)
         after = _score(replace(loaded, model=written), evaluating_as, folder / "after")
         facts = load_part(command.describe)(config, run.store, folder)
         write_atomically(folder / "preprocessing.json", dump_json(facts) + "\n")
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        is_picture = {file: file.parent != folder for file in files}
         found = ExportResult(
             run=str(run.folder.path),
             workload=run.config.workload,
@@ -144,7 +141,7 @@ def export(
             after=after,
             num_samples=len(workload.val_samples),
             bytes_before=sum(value.nbytes for value in model.state_dict().values()),
-            bytes_after=sum(file.stat().st_size for file in files if not is_picture[file]),
+            bytes_after=sum(file.stat().st_size for file in files if file.parent == folder),  # not the pictures
             ms_before=_time_sample(model, x),
             ms_after=_time_sample(written, x),
             largest_difference=largest,
@@ -164,12 +161,6 @@ def _score(loaded: LoadedModel, evaluating_as: Any, folder: Path) -> dict[str, f
     if not evaluation.draw_pictures(folder, loaded.look):
         folder.rmdir()
     return metrics
-
-
-def _compare(model: nn.Module, written: nn.Module, x: Tensor) -> float:
-    """Return the largest difference of the outputs for one validation sample."""
-    with torch.no_grad():
-        return float((model(x) - written(x)).abs().max())
 
 
 def _time_sample(model: nn.Module, x: Tensor) -> float:
@@ -268,7 +259,7 @@ def write_onnx(loaded: LoadedModel, command: ExportCommand, path: Path, format: 
             why="onnxruntime's quantizer reads files of at most 2 GiB",
             fix="--format fp16",
         )
-    with _silence_exporter(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with silence(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / "fp32.onnx" if format == "int8" else path
         try:
             torch.onnx.export(
@@ -327,22 +318,6 @@ def _quantise(loaded: LoadedModel, command: ExportCommand, source: Path, target:
     left = [one for one in stored if one.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.INT32)]
     num_left = sum(math.prod(one.dims) for one in left if not one.name.endswith(("_scale", "_zero_point")))
     return 1 - num_left / sum(weight.numel() for weight in loaded.model.parameters())
-
-
-@contextmanager
-def _silence_exporter() -> Iterator[None]:
-    """Hide what torch and onnxruntime write about themselves while they convert a model."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 # --- console ---

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,11 +32,11 @@ Check = Callable[[str, bool], bool]
 """(device, whether halfstep is used) -> whether the symptom occurs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LibraryBug:
     name: str
-    what: str
     check: Check
+    what: str
     needs_gpu: bool = False
     shield: Literal["avoided", "reported"] = "avoided"
 
@@ -46,8 +46,8 @@ class BugFinding:
     """What the test of one bug found here; None if it could not run without a GPU."""
 
     bug: LibraryBug
-    is_here: bool | None
-    is_shielded: bool | None
+    is_here: bool | None = None
+    is_shielded: bool | None = None
 
     @property
     def here(self) -> str:
@@ -64,7 +64,7 @@ def find_bugs(device: str) -> Iterator[BugFinding]:
     """Test every bug on this device, `cuda` or `cpu`."""
     for bug in BUGS:
         if bug.needs_gpu and device != "cuda":
-            yield BugFinding(bug=bug, is_here=None, is_shielded=None)
+            yield BugFinding(bug=bug)
             continue
         # The tests train on infinity on purpose, and halfstep warns of it.
         with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def make_batches(device: str) -> list[Tensor]:
     return [torch.full((4, 4), math.inf, device=device), torch.linspace(-1, 1, 16, device=device).view(4, 4)]
 
 
-def is_finite(tensors: Iterator[Tensor]) -> bool:
+def is_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -118,7 +118,7 @@ def check_fused_sgd(device: str, is_guarded: bool) -> bool:
         train(model, optimizer, make_batches(device), is_guarded=is_guarded)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    return not is_finite(iter(model.parameters()))
+    return not is_finite(model.parameters())
 
 
 def check_scheduler(device: str, is_guarded: bool) -> bool:
@@ -133,7 +133,7 @@ def check_batch_norm(device: str, is_guarded: bool) -> bool:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     train(model, optimizer, make_batches(device), is_guarded=is_guarded)
-    return not is_finite(iter(model.buffers()))
+    return not is_finite(model.buffers())
 
 
 def check_missing_check(device: str, is_guarded: bool) -> bool:
@@ -148,7 +148,7 @@ def check_missing_check(device: str, is_guarded: bool) -> bool:
             model(batch).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    return not is_finite(iter(model.parameters()))
+    return not is_finite(model.parameters())
 
 
 # --- autocast's cache of cast weights ---
@@ -257,63 +257,39 @@ def check_emulated_bf16(device: str, is_guarded: bool) -> bool:
 
 BUGS = (
     LibraryBug(
-        name="cudnn-attention",
-        what="cuDNN's attention backward returns NaN for finite inputs",
-        check=check_cudnn_attention,
+        "cudnn-attention",
+        check_cudnn_attention,
+        "cuDNN's attention backward returns NaN for finite inputs",
         needs_gpu=True,
     ),
     LibraryBug(
-        name="lstm-in-fp16",
-        what="LSTM, GRU and RNN run in fp16 under bf16 autocast",
-        check=check_recurrent_format,
+        "lstm-in-fp16",
+        check_recurrent_format,
+        "LSTM, GRU and RNN run in fp16 under bf16 autocast",
         needs_gpu=True,
         shield="reported",
     ),
     LibraryBug(
-        name="emulated-bf16",
-        what="is_bf16_supported() is True on GPUs that only emulate bf16",
-        check=check_emulated_bf16,
+        "emulated-bf16",
+        check_emulated_bf16,
+        "is_bf16_supported() is True on GPUs that only emulate bf16",
         needs_gpu=True,
     ),
+    LibraryBug("no-check-in-bf16", check_missing_check, "without a GradScaler one NaN step overwrites all weights"),
+    LibraryBug("fused-sgd", check_fused_sgd, "fused SGD trains on uninitialised memory after a skipped first step"),
+    LibraryBug("batchnorm-nan", check_batch_norm, "a skipped step leaves NaN in BatchNorm's running statistics"),
+    LibraryBug("scheduler-skip", check_scheduler, "the learning-rate schedule advances on skipped steps"),
+    LibraryBug("plateau-below-zero", check_plateau, "ReduceLROnPlateau never reduces the rate of a negative metric"),
+    LibraryBug("stale-casts", check_stale_casts, "autocast around the loop trains on the first step's weights"),
     LibraryBug(
-        name="no-check-in-bf16",
-        what="without a GradScaler one NaN step overwrites all weights",
-        check=check_missing_check,
+        "casts-without-grad",
+        check_casts_without_gradients,
+        "a pass under no_grad removes the gradients of the next one (autocast's cache)",
     ),
     LibraryBug(
-        name="fused-sgd",
-        what="fused SGD trains on uninitialised memory after a skipped first step",
-        check=check_fused_sgd,
-    ),
-    LibraryBug(
-        name="batchnorm-nan",
-        what="a skipped step leaves NaN in BatchNorm's running statistics",
-        check=check_batch_norm,
-    ),
-    LibraryBug(
-        name="scheduler-skip",
-        what="the learning-rate schedule advances on skipped steps",
-        check=check_scheduler,
-    ),
-    LibraryBug(
-        name="plateau-below-zero",
-        what="ReduceLROnPlateau never reduces the rate of a negative metric",
-        check=check_plateau,
-    ),
-    LibraryBug(
-        name="stale-casts",
-        what="autocast around the loop trains on the first step's weights",
-        check=check_stale_casts,
-    ),
-    LibraryBug(
-        name="casts-without-grad",
-        what="a pass under no_grad removes the gradients of the next one (autocast's cache)",
-        check=check_casts_without_gradients,
-    ),
-    LibraryBug(
-        name="tf32-flags",
-        what="after the new TF32 setting, reading the old one raises, also inside torch.compile",
-        check=check_tf32_flags,
+        "tf32-flags",
+        check_tf32_flags,
+        "after the new TF32 setting, reading the old one raises, also inside torch.compile",
     ),
 )
 
@@ -321,11 +297,6 @@ BUGS = (
 def describe_bugs(findings: Sequence[BugFinding]) -> list[dict[str, Any]]:
     """Return the findings for --json."""
     return [
-        {
-            "name": finding.bug.name,
-            "what": finding.bug.what,
-            "here": finding.is_here,
-            "shielded": finding.is_shielded,
-        }
-        for finding in findings
+        {"name": one.bug.name, "what": one.bug.what, "here": one.is_here, "shielded": one.is_shielded}
+        for one in findings
     ]

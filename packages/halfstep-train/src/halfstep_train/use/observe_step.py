@@ -31,7 +31,7 @@ from halfstep_train.run.engine import Engine, make_engine, prepare_window
 from halfstep_train.run.folder import find_moved_data, is_run
 from halfstep_train.run.frozen_modules import add_checksums, get_modules
 from halfstep_train.run.step_ledger import AnyEngine, Recording, list_engines, observe_ledgers
-from halfstep_train.tune.modes import Batch, Level
+from halfstep_train.tune.modes import Batch
 from halfstep_train.use.open_run import check_frozen_parts, choose_plan, load_weights, open_run
 
 MOST_STEPS = 8
@@ -71,7 +71,7 @@ def assemble_step(
             parts = assemble(config, workload, decide_plan(config, workload, probe(config.device)))
         try:
             with choose_algorithms(deterministic=config.train.deterministic):
-                engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
+                engine = make_engine(parts, parts.mode or "eager", lambda text, level: None)  # the ledger reports modes
                 window = read_batches(parts, parts.step.accumulate)
                 engine(window)
                 yield config, parts, engine, window
@@ -96,10 +96,6 @@ def read_batches(parts: Assembly, num: int) -> list[Batch]:
     """Return the first batches of the first epoch, on the device."""
     batches = itertools.islice(parts.train_loader.iterate_epoch(0), num)
     return [{name: value.to(parts.device) for name, value in batch.items()} for batch in batches]
-
-
-def _ignore_notice(text: str, level: Level) -> None:
-    """Ignore notices about modes: the ledger reports them."""
 
 
 JUDGED_BATCHES = 2

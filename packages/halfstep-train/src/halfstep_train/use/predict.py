@@ -154,22 +154,17 @@ def _find_command(workload: str) -> PredictCommand:
 
 
 def _read_unfinished(out: Path | None, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an interrupted call with the same arguments left in `--out`; empty if there is none."""
+    """Return what an interrupted call with the same arguments left in `--out`; empty if there is none.
+
+    Any other folder with content is refused as usual.
+    """
     if out is None or not (out / UNFINISHED).is_file():
         return {}
     try:
         left: dict[str, Any] = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
-        former = left["halfstep predict"]
-    except (ValueError, KeyError, TypeError):  # not written by halfstep: refuse the folder like any non-empty one
+        return left if left["halfstep predict"] == json.loads(dump_json(call)) else {}
+    except (ValueError, KeyError, TypeError):  # not written by halfstep
         return {}
-    now = json.loads(dump_json(call))
-    if differing := [name for name in now if now[name] != former.get(name)]:
-        raise ConfigError(
-            f"--out {out} contains an unfinished prediction of another command",
-            why=f"{differing[0]}: {former.get(differing[0])} then, {now[differing[0]]} now",
-            fix="repeat the same command, or choose a new or empty folder",
-        )
-    return left
 
 
 def _continue(

@@ -101,7 +101,7 @@ function start(figure, number) {
   const svg = figure.querySelector("svg");
   svg.dataset.number = number;
   const xs = data.series.flatMap(s => s.points.map(p => p[0]));
-  const first = data.low ?? Math.min(...xs), last = data.high ?? Math.max(...xs);
+  const first = data.high === null ? Math.min(...xs) : 0, last = data.high ?? Math.max(...xs);
   const air = first === last ? 1 : 0;  // draw a single step in the middle
   const whole = {low: first - air, high: last + air + (last - first) * 0.02};  // the last point is not cut off
   let view = {...whole};

@@ -8,7 +8,7 @@ import math
 import mimetypes
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -119,7 +119,7 @@ def _render_chart(chart: Chart) -> str:
     return (
         f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{description}\"></svg>"
         f"<figcaption>{escape(chart.caption)}</figcaption><div class=legend></div>"
-        f"<script type='application/json'>{_dump_safe_json(chart.to_dict())}</script></figure>"
+        f"<script type='application/json'>{_dump_safe_json(asdict(chart))}</script></figure>"
     )
 
 
@@ -358,11 +358,6 @@ class Chart:
     faults: list[tuple[float, str]] = field(default_factory=list)
     """Steps to mark, each with what happened."""
 
-    def to_dict(self) -> dict[str, Any]:
-        lines = [{"name": s.name, "dashed": s.dashed, "colour": s.colour, "points": s.points} for s in self.series]
-        axis = {} if self.high is None else {"low": 0.0, "high": self.high}
-        return {"title": self.title, "x": self.x, "log": self.log, "series": lines, "faults": self.faults, **axis}
-
     @property
     def caption(self) -> str:
         return f"{self.title} over {self.x}{', logarithmic scale' if self.log else ''}"
@@ -382,15 +377,23 @@ def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         colour = 2 * len(runs[0].phases or [""])
         points = _collect_points(means, "step", "train_loss")
         losses.insert(1, Series(name="train, mean of the epoch", points=points, colour=colour))
-    metrics = dict.fromkeys(run.metric for run in runs if run.metric)
+    scores = {
+        metric: [
+            *_build_series(runs, "val", f"train_{metric}", "train"),
+            *_build_series(runs, "val", metric, "validation"),
+        ]
+        for metric in dict.fromkeys(run.metric for run in runs if run.metric)
+    }
+    # A format that needs no scaling has a scale of 1.
+    scales = [s for s in _build_series(runs, "train", "scale") if any(value != 1 for _, value in s.points)]
     rates = {run.rate for run in runs}
     rate = rates.pop() if len(rates) == 1 else SAMPLES
     charts = [
         Chart(title="loss", x="step", log=True, series=losses),
-        *(Chart(title=metric, x="step", series=_build_score_series(runs, metric)) for metric in metrics),
+        *(Chart(title=metric, x="step", series=series) for metric, series in scores.items()),
         Chart(title="learning rate", x="step", series=[*_build_series(runs, "train", "lr")]),
         Chart(title="gradient norm", x="step", log=True, series=[*_build_series(runs, "train", "grad_norm")]),
-        Chart(title="loss scale", x="step", log=True, series=_drop_constant_one(_build_series(runs, "train", "scale"))),
+        Chart(title="loss scale", x="step", log=True, series=scales),
         Chart(title=format_rate_unit(rate), x="step", series=[*_build_series(runs, "train", rate)]),
         *(_build_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
     ]
@@ -411,10 +414,6 @@ def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         for chart in charts
         if chart.series
     ]
-
-
-def _build_score_series(runs: Sequence[RunRecord], metric: str) -> list[Series]:
-    return [*_build_series(runs, "val", f"train_{metric}", "train"), *_build_series(runs, "val", metric, "validation")]
 
 
 def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:
@@ -445,11 +444,6 @@ def _build_monitor_chart(runs: Sequence[RunRecord], key: str, title: str) -> Cha
         points = [(x, y * scale) for x, y in _collect_points(run.monitor, "elapsed_s", key)]
         found.append(Series(name=name, points=points, colour=colour))
     return Chart(title=title, x="seconds", series=found)
-
-
-def _drop_constant_one(lines: Iterable[Series]) -> list[Series]:
-    """Drop loss scales that are always 1: the format needs no scaling."""
-    return [line for line in lines if any(value != 1 for _, value in line.points)]
 
 
 def _collect_points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:

@@ -4,25 +4,23 @@ torch.compile traces forward and backward together and cuts them in two where th
 values are recomputed in backward from what is kept, and values between two kernels that can be fused are never stored.
 Compiling would take a minute. This module applies the rules of AOTAutograd's partitioner to the eager trace instead:
 
-    always kept    products, convolutions, attention, sums, random numbers, and results of our own operations
+    always kept    products, convolutions, attention, random numbers, and results of our own operations
     recomputed     everything pointwise, except what a backward kernel has to read from memory anyway, and what is used
                    again long after its first use (the residual stream)
     the rest       a minimum cut in bytes decides
 
-A value is then stored from its creation to its last use if it is kept, read by a kernel that cannot be fused,
-recomputed for several readers from more than a few values, or a result.
+A value is then stored from its creation to its last use if it is kept, made or read by a kernel that cannot be fused,
+or a result. Left out, because they change no stored prediction by more than 5 % (benchmarks/results/memory_plan.json):
+which norms and sums inductor keeps, values that several recomputations share, and arguments that eager functions hold.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from halfstep_train.run.memory.step_trace import Life, Op, StepTrace, Timeline
 
-NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
-"""Operations that consist of a sum, whose result is kept, and a pointwise part, which is recomputed."""
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
 APART = frozenset(
     {
@@ -33,11 +31,8 @@ APART = frozenset(
     }
 )  # fmt: skip
 """Operations that inductor does not fuse, in addition to products and attention."""
-SUMS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm", "logsumexp", "argmax", "max"})
 POOL, OFFSET_SHARE = "max_pool2d_with_indices", 8
 """Compiled pooling stores the position of its maximum in one byte, not in an int64."""
-FEW_READS = 4
-"""A value with several readers is recomputed within each of them if that takes at most this many reads."""
 FAR = 1 << 60
 
 
@@ -50,10 +45,6 @@ class _Node:
     maker: Op | None
     forward_readers: list[int]
     backward_readers: list[int]
-
-    @property
-    def is_fixed(self) -> bool:
-        return self.maker is None
 
 
 def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
@@ -79,8 +70,6 @@ class _ForwardBackwardCut:
         # The first operation of backward.
         self.first_backward_op = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.first_backward_op]
-        # For each operation outside of compiled code: the last one of its sequence, until which arguments are held.
-        self.sequence_ends = _find_ends_as_written(trace)
         # Whether backward may compute a value again instead of keeping it.
         self.may_recompute = {n: self._is_cheap(n) for n in self.forward}
         self._keep_values_used_far_apart()
@@ -89,15 +78,7 @@ class _ForwardBackwardCut:
 
     def _is_cheap(self, number: int) -> bool:
         node = self.nodes[number]
-        # In-place operations are functionalised by the compiler, which may then recompute a ReLU's result.
-        is_kept_in_place = self.trace.values[number].is_written_twice and self.keeps_cheap
-        if node.maker is None or _is_apart(node.maker) or is_kept_in_place:
-            return False
-        if node.maker.name in NORMS and number != node.maker.makes[0]:
-            return False
-        # A sum that shrinks its input to less than a quarter is cheap to keep and expensive to repeat.
-        read_bytes = sum(self.nodes[read].num_bytes for read in node.maker.reads)
-        if node.maker.name in SUMS and 4 * node.num_bytes < read_bytes:
+        if node.maker is None or _is_apart(node.maker):
             return False
         is_stored_in_backward = any(_is_apart(self.trace.ops[reader]) for reader in node.backward_readers)
         return not (self.keeps_cheap and is_stored_in_backward)
@@ -110,27 +91,11 @@ class _ForwardBackwardCut:
             readers = self.nodes[number].forward_readers
             if len(readers) < 2:
                 continue
-            first = self._find_first_unfusable(readers)
+            first = next((n for n in range(min(readers), self.first_backward_op) if _is_apart(self.trace.ops[n])), FAR)
             for reader in readers:
                 if reader > first and not _is_apart(self.trace.ops[reader]):
                     for made in self.trace.ops[reader].makes:
                         self.may_recompute[made] = False
-
-    def _find_first_unfusable(self, readers: Iterable[int]) -> int:
-        """Return the first unfusable operation that a value reaches through operations that fuse."""
-        last = max(readers)
-        queue, seen = sorted(readers), set(readers)
-        while queue:
-            number = heapq.heappop(queue)
-            op = self.trace.ops[number]
-            if _is_apart(op):
-                return number
-            for made in op.makes:
-                for reader in self.nodes[made].forward_readers:
-                    if reader <= last and reader not in seen:
-                        seen.add(reader)
-                        heapq.heappush(queue, reader)
-        return FAR
 
     # --- the cut ---
 
@@ -162,7 +127,7 @@ class _ForwardBackwardCut:
     def _list_reads(self, number: int) -> list[int]:
         maker = self.nodes[number].maker
         assert maker is not None
-        return [read for read in maker.reads if not self.nodes[read].is_fixed]
+        return [read for read in maker.reads if self.nodes[read].maker is not None]
 
     # --- lifetimes ---
 
@@ -173,7 +138,7 @@ class _ForwardBackwardCut:
         lives = [
             life
             for number, node in enumerate(self.nodes)
-            if not node.is_fixed and node.num_bytes
+            if node.maker is not None and node.num_bytes
             for life in self._derive_lives(number, node, kept, last_use, uses.get(number, []))
         ]
         return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
@@ -195,54 +160,27 @@ class _ForwardBackwardCut:
             spans = [(node.made_by, last_op)]
         else:
             spans = []
-            if self._is_stored(number, node.forward_readers, is_recomputed=False):
-                spans.append((node.made_by, self._find_end(node.forward_readers)))
-            if is_backward and self._is_stored(number, node.backward_readers, is_recomputed=False):
-                spans.append((node.made_by, self._find_end(node.backward_readers)))
-            elif not is_backward and self._is_stored_again(number, uses_again, kept):
-                spans.append((min(uses_again), self._find_end(uses_again)))
+            if self._is_stored(node.maker, node.forward_readers):
+                spans.append((node.made_by, max(node.forward_readers)))
+            if is_backward and self._is_stored(node.maker, node.backward_readers):
+                spans.append((node.made_by, max(node.backward_readers)))
+            elif not is_backward and uses_again and self._is_stored(None, node.backward_readers):
+                spans.append((min(uses_again), max(uses_again)))
         for begin, end in spans:
             is_activation = begin < self.first_backward_op <= end
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
 
-    def _find_end(self, readers: list[int]) -> int:
-        """Return the last reader; an eager function inside compiled code holds its arguments until it returns."""
-        return max(self.sequence_ends.get(reader, reader) for reader in readers)
-
     def _count_stored_bytes(self, number: int) -> int:
         """Return the size in memory; compiled pooling stores smaller indices."""
         node = self.nodes[number]
-        # The last result of pooling is the index of each maximum.
-        is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
-        return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
+        # The second result of pooling is the index of each maximum.
+        is_index = node.maker is not None and node.maker.name == POOL and number in node.maker.makes[1:]
+        return node.num_bytes // OFFSET_SHARE if is_index else node.num_bytes
 
-    def _is_stored(self, number: int, readers: list[int], *, is_recomputed: bool) -> bool:
+    def _is_stored(self, maker: Op | None, readers: list[int]) -> bool:
         """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
-        maker = self.nodes[number].maker
-        if not readers:
-            return False
-        made_apart = maker is not None and not is_recomputed and (_is_apart(maker) or maker.name in SUMS)
-        return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
-
-    def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
-        """True if a recomputed value must be written to memory in backward."""
-        is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
-        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_recomputed=True)
-
-    def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
-        """True if recomputing a value reads more than FEW_READS others from memory."""
-        found, seen, stack = set[int](), {number}, [number]
-        while stack and len(found) <= FEW_READS:
-            value = stack.pop()
-            maker = self.nodes[value].maker
-            assert maker is not None
-            # A recomputed norm reads its stored mean and variance, too.
-            statistics = set(maker.makes) - {value} if maker.name in NORMS else set()
-            for read in statistics.union(maker.reads) - seen:
-                seen.add(read)
-                is_inlined = self.may_recompute.get(read) and read not in kept
-                (stack.append if is_inlined else found.add)(read)
-        return len(found) > FEW_READS
+        operations = [maker, *(self.trace.ops[reader] for reader in readers)]
+        return bool(readers) and any(op is not None and _is_apart(op) for op in operations)
 
     def _find_uses_again(self, kept: set[int]) -> dict[int, list[int]]:
         """Return when each recomputed value is read: by backward, and by other values recomputed from it."""
@@ -265,15 +203,6 @@ class _ForwardBackwardCut:
             for read in self._list_reads(number):
                 last[read] = max(last.get(read, 0), last[number])
         return last
-
-
-def _find_ends_as_written(trace: StepTrace) -> dict[int, int]:
-    """Map each operation outside of compiled code to the last one of its uninterrupted sequence."""
-    ends: dict[int, int] = {}
-    for number in range(len(trace.ops) - 1, -1, -1):
-        if trace.ops[number].as_written:
-            ends[number] = ends.get(number + 1, number)
-    return ends
 
 
 def _is_apart(op: Op) -> bool:

@@ -33,11 +33,21 @@ from halfstep_train.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep_train.tune.memory_low import NORMAL, MemorySetting
 from halfstep_train.tune.modes import Mode, has_convolutions
 
-COMPONENTS = (
-    "weights", "gathered", "gradients", "reductions", "optimizer", "average", "frozen parts", "half copies",
-    "activations", "inputs", "workspaces", "graph pool",
-)  # fmt: skip
-"""In the order of tables and pictures."""
+COMPONENTS = {
+    "weights": "parameters and buffers",
+    "gathered": "sharded: parameters of the blocks in use, whole, and the buffers they are gathered into",
+    "gradients": "those that exist at the peak",
+    "reductions": "several ranks: gradients on their way to the other ranks",
+    "optimizer": "optimizer state",
+    "average": "averaged weights (EMA)",
+    "frozen parts": "networks that are not trained",
+    "half copies": "half-precision copies of fp32 weights (autocast)",
+    "activations": "tensors stored for backward",
+    "inputs": "the batch",
+    "workspaces": "temporary tensors, those of a watch, and the scratch memory of cuDNN and cuBLAS",
+    "graph pool": "fragmentation of a CUDA graph's memory",
+}
+"""What each component of a peak holds."""
 
 MODES: tuple[Mode, ...] = ("eager", "compile", "graph")
 Layout = Literal["alone", "ddp", "shard"]
@@ -320,9 +330,12 @@ class Fit:
     largest_batch: int
     batch_size: int
     """The configured batch, or the part of it that fits."""
-    accumulate: int
     relative_time: float
     """Time per sample relative to the fastest row; an order, not a measurement."""
+
+    @property
+    def accumulate(self) -> int:
+        return self.prediction.cell.accumulate
 
     @property
     def arguments(self) -> list[str]:
@@ -436,32 +449,27 @@ def find_fits(
         # Keep a slower level only if it allows a larger batch or needs less memory.
         if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
             faster[cell.precision].append((largest, least))
-            found += _make_fit(planner, config, cell, largest, times[cell])
+            if fit := _make_fit(planner, config, cell, largest, times[cell]):
+                found.append(fit)
         if len(found) == most:
             break
     return [dataclasses.replace(fit, relative_time=fit.relative_time / found[0].relative_time) for fit in found]
 
 
-def _make_fit(
-    planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float
-) -> Iterator[Fit]:
-    """Yield the row for a cell: the largest divisor of the effective batch that fits, and its accumulation.
+def _make_fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit | None:
+    """Return the row for a cell: the largest divisor of the effective batch that fits, and its accumulation.
 
     `largest` counts the samples of one rank. There is no row if no divisor has a sample for each rank.
     """
     wanted, largest = config.train.batch_size * config.train.accumulate, largest * cell.ranks
     # A divisor, so that batch x accumulate stays exactly the same.
     sizes = range(min(largest, config.train.batch_size), cell.ranks - 1, -1)
-    for size in [size for size in sizes if wanted % size == 0][:1]:
-        accumulate = wanted // size
-        taken = dataclasses.replace(cell, batch_size=-(-size // cell.ranks), accumulate=accumulate)
-        yield Fit(
-            prediction=planner.predict(taken, base_batch=max(cell.batch_size, 2)),
-            largest_batch=largest,
-            batch_size=size,
-            accumulate=accumulate,
-            relative_time=relative_time,
-        )
+    size = next((size for size in sizes if wanted % size == 0), None)
+    if size is None:
+        return None
+    taken = dataclasses.replace(cell, batch_size=-(-size // cell.ranks), accumulate=wanted // size)
+    prediction = planner.predict(taken, base_batch=max(cell.batch_size, 2))
+    return Fit(prediction=prediction, largest_batch=largest, batch_size=size, relative_time=relative_time)
 
 
 USUAL_SPEED = {"fp32": 1.0, "tf32": 4.0, "bf16": 8.0, "fp16": 8.0, "fp8": 12.0}

@@ -228,30 +228,25 @@ def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_
 
 
 def predict_memory_for_page(path: Path) -> dict[str, int] | str:
-    """Predict the memory of a stored run's step by component; return the reason if that is not possible."""
+    """Return the predicted peak bytes by component of a stored run's micro-batch on one rank, or why there are none.
+
+    Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
+    """
+    folder = RunFolder(path)
     try:
-        return predict_stored_run(path)
+        config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
+        newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
+        state = read_document(newest[0])["state"] if newest else {}
+        whole = Cell.of_plan(config.train, plan)
+        size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
+        cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
+        if ranks := len(state.get("rank_generators", ())):
+            cell = cell.spread(ranks, "shard" if plan.shards else "ddp")
+        return dict(MemoryPlanner(build_traceable_step(config, state.get("store"))).predict(cell).components)
     except UnknownCode:
         return "the run uses custom code, which a report never runs"
     except (HalfstepError, OSError) as error:
         return summarise_error(error)
-
-
-def predict_stored_run(path: Path) -> dict[str, int]:
-    """Return the predicted peak bytes by component of a stored run's micro-batch, on one of its ranks.
-
-    Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
-    """
-    folder = RunFolder.open(str(path))
-    config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
-    newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
-    state = read_document(newest[0])["state"] if newest else {}
-    whole = Cell.of_plan(config.train, plan)
-    size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
-    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
-    if ranks := len(state.get("rank_generators", ())):
-        cell = cell.spread(ranks, "shard" if plan.shards else "ddp")
-    return dict(MemoryPlanner(build_traceable_step(config, state.get("store"))).predict(cell).components)
 
 
 def suggest_fitting_settings(

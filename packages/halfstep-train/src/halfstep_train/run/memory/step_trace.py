@@ -49,7 +49,6 @@ class TracedValue:
     ended_at: int = -1
     """The last operation during which it existed; -1: it outlives the step."""
     owner: Owner = ""
-    is_written_twice: bool = False
 
 
 @dataclass(slots=True)
@@ -115,8 +114,6 @@ class AllocationRecorder(TorchDispatchMode):
         number = len(self.trace.ops)
         made = func(*args, **kwargs)
         makes = [self._note(t.untyped_storage(), number) for t in tree_leaves(made) if isinstance(t, Tensor)]
-        for old in set(makes) & set(reads) if func._schema.is_mutable else ():
-            self.trace.values[old].is_written_twice = True
         new = tuple(n for n in dict.fromkeys(makes) if n not in reads)
         name = func._opname
         self._name_half_copies(name, reads, new, made)

@@ -11,14 +11,19 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -40,7 +45,8 @@ from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
 from halfstep.step.optim.adamw_bf16 import AdamWBf16, split_for_memory
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
-from halfstep_train.config.schema import RunConfig, StepSettings
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.data.loader import TensorSamples
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import force, pretend_launches
 from halfstep_train.models.initial_values import skip_initialisation
@@ -55,7 +61,7 @@ from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.trials import load_first_batch
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.workload import Batch, Forward, Loss, Workload
+from halfstep_train.workloads.base.workload import Batch, Phase, Workload
 
 SEEN = 2
 """Samples in the batch that is really made; larger batches are empty tensors of the same shapes."""
@@ -76,19 +82,6 @@ class Fixed:
     optimizer: int
     average: int
     update: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What one phase trains and how; a workload without phases has one turn."""
-
-    settings: StepSettings
-    forward: Forward
-    loss: Loss
-    trained: tuple[str, ...]
-    parts: tuple[str, ...]
-    groups: tuple[Any, ...]
-    compiles: bool = True
 
 
 class TraceableStep:
@@ -114,23 +107,22 @@ class TraceableStep:
             self._empty_values()
             batch = self._make_input(batch_size)
             found = []
-            for turn in self._list_turns():
+            for phase in self.phases:
                 kernels.clear()
-                found.append(self._trace(turn, plan, batch))
-                found[-1].is_chain, found[-1].compiles = chains and bool(kernels), turn.compiles
+                found.append(self._trace(phase, plan, batch))
+                found[-1].is_chain, found[-1].compiles = chains and bool(kernels), phase.compiles
             return found
 
     def measure_fixed(self, precision: str, setting: MemorySetting) -> Fixed:
         """Return the bytes of weights, optimizer state and average as the run would build them."""
-        (
-            make_signed_table(),
-            make_unsigned_table(),
-        )  # cached tables of real numbers: build them outside of the fake tensors
+        # These cache tables of real numbers: build them outside of the fake tensors.
+        make_signed_table()
+        make_unsigned_table()
         with self.pretence.enter(), _explain_failures(self.config.workload):
             self._place(precision, "none")
             model = self.workload.model
             frozen = [t for m in get_modules(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
-            optimizers = [self._build_optimizer(turn, setting) for turn in self._list_turns()]
+            optimizers = [self._build_optimizer(phase, setting) for phase in self.phases]
             states = [_measure_state(optimizer) for optimizer in optimizers]
             updates = map(self._count_update_bytes, optimizers, states)
             average = Ema(model, self.workload.ema_parts).shadows if self.config.ema.enabled else []
@@ -155,8 +147,8 @@ class TraceableStep:
             with self.pretence.enter(), _explain_failures(self.config.workload), torch.no_grad():
                 self._empty_values()
                 batch = self._make_input(SEEN)
-                for turn in self._list_turns():
-                    turn.forward(self.workload.model.train(), batch)
+                for phase in self.phases:
+                    (phase.forward or self.workload.forward)(self.workload.model.train(), batch)
         finally:
             hook.remove()
         found = []
@@ -223,37 +215,28 @@ class TraceableStep:
         try:
             prepared = self.workload.prepare_batch(_make_batch(self.raw, batch_size), key=key, training=True)
         except Exception:  # preparation uses numpy or a generator: prepare a real batch and use its shapes
-            prepared = _make_batch(self._prepare_real(), batch_size)
+            key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, count_samples(self.raw))
+            with unset_fake_temporarily():
+                real = self.workload.prepare_batch(self.raw, key=key, training=True)
+            prepared = _make_batch(real, batch_size)
         return match_layout(self.workload.model, prepared)
-
-    def _prepare_real(self) -> Batch:
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-        key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, count_samples(self.raw))
-        with unset_fake_temporarily():
-            return self.workload.prepare_batch(self.raw, key=key, training=True)
 
     # --- phases ---
 
-    def _list_turns(self) -> Iterator[_Turn]:
-        """Yield what each phase trains; without phases one turn with everything."""
-        workload, model, settings = self.workload, self.workload.model, self.config.step_settings
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        if not workload.phases:
-            yield _Turn(settings, workload.forward, workload.loss, tuple(names), (), workload.groups)
-        for phase in workload.phases:
-            own, forward = configure_phase(settings, phase), phase.forward or workload.forward
-            trained = tuple(name for name in names if has_parameter(phase, name))
-            yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """Return the phases; without any, one that trains everything."""
+        workload = self.workload
+        return workload.phases or [Phase(name="all", loss=workload.loss, groups=workload.groups)]
 
-    def _trace(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
+    def _trace(self, phase: Phase, plan: Plan, batch: Batch) -> StepTrace:
         """Trace forward and backward of one phase."""
         model = self.workload.model.train()
         named = dict(model.named_parameters())
         wanted = {name: p.requires_grad for name, p in named.items()}
         for name, parameter in named.items():
             # As in a run: parameters of other phases get no gradients.
-            parameter.requires_grad_(wanted[name] and name in turn.trained)
+            parameter.requires_grad_(wanted[name] and has_parameter(phase, name))
         known = [t for m in self.workload.list_modules() for t in (*m.parameters(), *m.buffers())]
         try:
             with AllocationRecorder(
@@ -263,8 +246,8 @@ class TraceableStep:
                 is_strict=plan.granted == "fp32",
             ) as recorder:
                 with plan.forward():
-                    outputs = turn.forward(model, batch)
-                    found: Any = turn.loss(outputs, batch)
+                    outputs = (phase.forward or self.workload.forward)(model, batch)
+                    found: Any = phase.loss(outputs, batch)
                     loss = (found[0] if isinstance(found, tuple) else found).float()
                 recorder.in_backward = True
                 with plan.backend():
@@ -277,11 +260,12 @@ class TraceableStep:
                 parameter.grad = None
                 parameter.requires_grad_(wanted[name])
 
-    def _build_optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
-        if turn.settings.optimizer.name != "adamw":
+    def _build_optimizer(self, phase: Phase, setting: MemorySetting) -> Optimizer:
+        settings = configure_phase(self.config.step_settings, phase)
+        if settings.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
-        return build_optimizer(turn.settings, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
+        return build_optimizer(settings, model, setting, length, parts=phase.parameters, groups=phase.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
@@ -294,25 +278,12 @@ class TraceableStep:
 
 
 def _measure_state(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's state, built for one parameter of each shape and multiplied."""
-    # Parameters of one shape have state of one size: build it once for each.
-    alike: dict[tuple[Any, ...], list[Tensor]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            alike.setdefault((number, parameter.shape, parameter.dtype), []).append(parameter)
-    firsts = {parameters[0]: len(parameters) for parameters in alike.values()}
-    return sum(firsts[parameter] * _sum_bytes(state) for parameter, state in _build_states(optimizer, list(firsts)))
-
-
-def _build_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield the optimizer state of each parameter, built by one step on empty gradients."""
+    """Return the bytes of an optimizer's state, which one step on empty gradients builds."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, AdamW8bit):
-        yield from ((p, [*make_state(p).values(), *optimizer.make_low_state(p).values()]) for p in parameters)
-        return
-    held = [group["params"] for group in optimizer.param_groups]
+        return sum(_sum_bytes([*make_state(p).values(), *optimizer.make_low_state(p).values()]) for p in parameters)
     for group in optimizer.param_groups:
         group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
-        group["params"] = [p for p in parameters if any(p is own for own in group["params"])]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
@@ -321,21 +292,9 @@ def _build_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tu
         if not optimizer.state:
             raise
         # Some optimizers read values to update; by then their state exists, which is all that is needed here.
-    for group, all_of_them in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = all_of_them
     for parameter in parameters:
         parameter.grad = None
-        yield parameter, [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-
-
-class NoSamples:
-    """A data set whose samples are never read."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        raise AssertionError("tracing reads no data")
+    return _sum_bytes(v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
 
 
 def build_traceable_step(config: RunConfig, store: Store | None = None) -> TraceableStep:
@@ -351,12 +310,13 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
         return TraceableStep(config, workload, load_first_batch(small.train, workload))
     if store is None:
         store = synthetic.make_store(config)
+    batch = synthetic.make_batch(small, store)
     try:
         with torch.device("meta"):  # no time or memory for weights that are never read
-            workload = synthetic.build(config, store, NoSamples())
+            workload = synthetic.build(config, store, TensorSamples(**batch))
     except (NotImplementedError, RuntimeError):
-        workload = synthetic.build(config, store, NoSamples())
-    return TraceableStep(config, workload, synthetic.make_batch(small, store))
+        workload = synthetic.build(config, store, TensorSamples(**batch))
+    return TraceableStep(config, workload, batch)
 
 
 def _make_batch(batch: Batch, num_samples: int) -> Batch:
@@ -391,23 +351,15 @@ def _explain_failures(workload: str) -> Iterator[None]:
         yield
     except HalfstepError:
         raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ModelError(
-            _describe_failure(workload, error),
-            why="memory is predicted on fake tensors, which have no values, but forward or loss reads values "
-            "(.item(), an `if` on a tensor, numpy)",
-            fix="avoid that in forward and loss, or let the run find its batch size: train.auto_batch=true",
-        ) from error
     except Exception as error:
-        raise ModelError(
-            _describe_failure(workload, error),
-            why="memory is predicted by a step on fake tensors, which failed",
-            fix="check whether a real step works: halfstep train ... train.max_steps=1",
-        ) from error
-
-
-def _describe_failure(workload: str, error: Exception) -> str:
-    return f"a step of {workload} cannot be traced: {type(error).__name__}: {summarise_error(error)}"
+        why = "memory is predicted by a step on fake tensors, which failed"
+        fix = "check whether a real step works: halfstep train ... train.max_steps=1"
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            why = "memory is predicted on fake tensors, which have no values, but forward or loss reads values "
+            why += "(.item(), an `if` on a tensor, numpy)"
+            fix = "avoid that in forward and loss, or let the run find its batch size: train.auto_batch=true"
+        what = f"a step of {workload} cannot be traced: {type(error).__name__}: {summarise_error(error)}"
+        raise ModelError(what, why=why, fix=fix) from error
 
 
 # --- tensors without content, treated as on a GPU ---
