@@ -14,7 +14,7 @@ from halfstep_train.config import section
 from halfstep_train.config.dump import make_json_schema
 from halfstep_train.config.schema import DataConfig
 from halfstep_train.config.section import Plain, convert_for_field, parse_scalar
-from halfstep_train.config.yaml_source import parse_flow, parse_yaml, read_yaml
+from halfstep_train.config.yaml_source import MAX_BYTES, parse_flow, parse_yaml, read_yaml
 from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
@@ -101,7 +101,8 @@ def test_a_duplicate_key_is_refused_with_both_lines() -> None:
         ("just words\n", "found the text 'just words'"),
         ("a: !!python/object/apply:os.system ['true']\n", r"a.yaml:1: the tag !!python/object/apply:os.system"),
         ("a: !secret 1\n", "a.yaml:1: the tag !secret"),
-        ("a: &a\n  b: *a\n", "nested too deeply"),
+        ("? [1, 2]\n: 3\n", "a.yaml:1: a key must be text"),
+        ("a: &a\n  b: *a\n", "contains itself"),
         ("a: &a [1]\nb:\n  <<: *a\n", "merges mappings"),
     ],
 )
@@ -117,7 +118,7 @@ def test_deep_nesting_and_alias_bombs_are_bounded() -> None:
     merges = "a0: &a0 {k: 1}\n" + "".join(
         f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
     )
-    for text in (bomb, merges, "a: " + "[" * 60 + "]" * 60):
+    for text in (bomb, merges, "a: " + "[" * 60 + "]" * 60, "[" * 100_000):
         with pytest.raises(ConfigError, match="too large|too deeply"):
             parse_yaml(text, "a.yaml")
 
@@ -148,12 +149,14 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_configs(tmp_path: Path) -> None:
-    latin = tmp_path / "latin.yaml"
+    latin, huge = tmp_path / "latin.yaml", tmp_path / "huge.yaml"
     latin.write_bytes("a: 1\nb: caf\xe9\n".encode("latin-1"))
+    huge.write_bytes(b"#" * (MAX_BYTES + 1))
     cases = [
         (tmp_path / "none.yaml", "no such config file"),
         (tmp_path, "is a folder"),
         (latin, r"latin\.yaml:2: byte 0xe9 is not UTF-8"),
+        (huge, "1,048,577 bytes"),
     ]
     for path, says in cases:
         with pytest.raises(ConfigError, match=says):
@@ -174,9 +177,8 @@ def test_auto_is_one_worker_a_core_and_at_most_eight(
 
 def test_off_and_numbers_and_nonsense() -> None:
     assert load("unet", overrides=["data.num_workers=null"]).config.data.num_workers == 0
-    assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == min(
-        section.count_cores(), section.MOST
-    )
+    num_workers = load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers
+    assert num_workers == min(section.count_cores(), section.MOST)
     with pytest.raises(ConfigError, match="data.num_workers = 'many'"):
         load("unet", overrides=["data.num_workers=many"])
     field = make_json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]

@@ -17,6 +17,7 @@ import yaml
 from halfstep.errors import ConfigError, suggest_command
 from halfstep_train.config.section import Plain
 
+MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
 ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
@@ -57,7 +58,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_text(path: Path) -> str:
-    """Read a config file as text; refuse folders and other encodings."""
+    """Read a config file as text; refuse folders, huge files and other encodings."""
     if not path.exists():
         raise ConfigError(
             f"no such config file: {path}", fix="give the path of a YAML file, or a workload such as unet"
@@ -71,6 +72,16 @@ def read_text(path: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check its permissions") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} has {len(content):,} bytes",
+            why=f"a config is smaller than {MAX_BYTES:,} bytes",
+            fix="give the path of a YAML config",
+        )
+    return decode_text(content, path)
+
+
+def decode_text(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -112,6 +123,10 @@ def compose_node(text: str, name: str) -> yaml.Node | None:
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}", fix="save it as plain text") from error
+    except RecursionError:
+        raise ConfigError(
+            f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"
+        ) from None
 
 
 def suggest_yaml_fix(problem: str, text: str) -> str:
@@ -133,7 +148,7 @@ class Walk:
         self.name = name
         self.lines: dict[tuple[str, ...], int] = {}
         self.visited = 0
-        self.depth = 0
+        self.ancestors: list[yaml.Node] = []
 
     def read_value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
         self.enter(node)
@@ -145,20 +160,22 @@ class Walk:
             # Only unquoted text may turn into a number or a bool.
             return Plain(node.value) if is_unquoted(node) else str(node.value)
         finally:
-            self.depth -= 1
+            self.ancestors.pop()
 
     def enter(self, node: yaml.Node) -> None:
-        """Count a node and refuse sizes beyond the bounds, and tags."""
+        """Count a node and refuse cycles, sizes beyond the bounds, and tags."""
         self.visited += 1
         line = node.start_mark.line + 1
-        # A node that is its own ancestor, by an alias, would be nested forever.
-        if self.visited > MAX_NODES or self.depth >= MAX_DEPTH:
+        # A node that is its own ancestor would expand forever.
+        if node in self.ancestors:
+            raise ConfigError(f"{self.name}:{line}: an anchor contains itself", fix="remove the alias inside it")
+        if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
             why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
             raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why, fix="use fewer aliases")
         if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
-        self.depth += 1
+        self.ancestors.append(node)
 
     def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
         values: dict[str, object] = {}
@@ -177,6 +194,10 @@ class Walk:
             if is_merge(key_node):
                 continue
             key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(
+                    f"{self.name}:{line}: a key must be text, not a list or a mapping", fix="write `name: value`"
+                )
             if key in first_lines:
                 both = f"lines {first_lines[key]} and {line}"
                 raise ConfigError(
