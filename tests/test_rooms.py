@@ -61,7 +61,7 @@ FROM_LIBRARY = {
     *(f"distributed.{name}" for name in ("sharded_files", "sharding", "world")),
     *(f"evidence.{name}" for name in (
         "attempts", "capsule", "capsule_folder", "compiled_code", "dry_run", "forecast",
-        "module_hooks", "precision_ledger", "proofs", "recorder", "replay", "updates", "watch",
+        "module_hooks", "precision_ledger", "recorder", "replay", "updates", "watch",
     )),
     *(f"hardware.{name}" for name in (
         "cache", "clock", "describe", "device_facts", "driver", "fp8_layers", "gpus", "measure", "memory", "monitor",

@@ -21,7 +21,7 @@ from halfstep_train.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from halfstep.evidence.proofs import ProofLine
+    from halfstep_train.use.proofs import ProofLine
 
 CONFIGURATION = "configuration aligned"
 
@@ -66,8 +66,8 @@ def command(
 
 def check_configuration(target: str) -> ProofLine:
     """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
-    from halfstep.evidence.proofs import ProofLine
     from halfstep_train.cli.check import OBSTACLE, load_own
+    from halfstep_train.use.proofs import ProofLine
 
     run = Path(target) / "config.yaml"
     file = run if run.is_file() else Path(target)

@@ -8,13 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halfstep.errors import format_bytes, format_count
-from halfstep.evidence.proofs import (
-    ProofLine,
-    check_clipping,
-    check_nan_is_dropped,
-    check_rates,
-    is_same_rate,
-)
 from halfstep.step.step import GuardedStep, LossFn
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
@@ -29,6 +22,13 @@ from halfstep_train.run.step_ledger import AnyEngine, drop_outputs, list_engines
 from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.modes import Batch
 from halfstep_train.use.observe_step import assemble_step
+from halfstep_train.use.proofs import (
+    ProofLine,
+    check_clipping,
+    check_nan_is_dropped,
+    check_rates,
+    is_same_rate,
+)
 
 NAN, CLIP, RATE, AMP = (
     "NaN handling operational",
