@@ -45,7 +45,7 @@ def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.
     [
         (("gone",), "gone does not exist\n  fix: give the folder of train/<class>/*"),
         (("train/bird/0.jpg",), "is a file"),
-        ((".", "--on-bad-file", "maybe"), "--on-bad-file 'maybe'"),
+        ((".", "--on-bad-file", "maybe"), "--on-bad-file maybe: 'maybe' is not one of"),
         ((".", "--out", "nowhere/a.pack"), "cannot write"),
         ((".", "--out", "train/bird/0.jpg"), "exists and is not a packed cache"),
     ],

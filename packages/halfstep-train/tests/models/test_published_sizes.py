@@ -10,12 +10,12 @@ from torch import nn
 
 from halfstep_train.models.vit import build_vit
 from halfstep_train.workloads.classification.resnet import build_resnet
+from halfstep_train.workloads.diffusion.config import DiffusionModelConfig
 from halfstep_train.workloads.diffusion.diffusers_nets import build_net, make_unet_config, make_vae_config
 from halfstep_train.workloads.language.gpt2 import GPT2S, build_gpt2
 from halfstep_train.workloads.segmentation.unet import UNet
 from halfstep_train.workloads.slots.dvae import DVae
 
-DIFFUSERS_EXAMPLE = {"channels": (128, 128, 256, 256, 512, 512), "attention": None, "attention_head_dim": 8}
 SIZES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet18": (lambda: build_resnet("resnet18"), 11_689_512),
     "resnet34": (lambda: build_resnet("resnet34"), 21_797_672),
@@ -31,7 +31,7 @@ SIZES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "gpt2_medium": (lambda: build_gpt2("gpt2_medium"), 354_823_168),
     "gpt2_large": (lambda: build_gpt2("gpt2_large"), 774_030_080),
     "U-Net of diffusers' example": (
-        lambda: build_net(make_unet_config(sample_size=64, sample_channels=3, layers=2, **DIFFUSERS_EXAMPLE)),
+        lambda: build_net(make_unet_config(DiffusionModelConfig(), (3, 64, 64))),
         113_673_219,
     ),
     "VAE of Stable Diffusion": (

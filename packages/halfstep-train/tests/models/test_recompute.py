@@ -17,14 +17,15 @@ from halfstep_train.kernels.fast_forms import force
 from halfstep_train.models.vit import build_vit
 from halfstep_train.workloads.classification.resnet import build_resnet
 from halfstep_train.workloads.language.gpt2 import GPT2, build_gpt2
-from halfstep_train.workloads.radio.swin import SwinPyramid
+from halfstep_train.workloads.radio.config import PyramidConfig, RadioDiffModelConfig
 from halfstep_train.workloads.radio.unet import RadioUNet
 from halfstep_train.workloads.segmentation.unet import UNet
 
 
 def build_radio_unet() -> RadioUNet:
-    swin = SwinPyramid(dim=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
-    return RadioUNet(swin, dim=8, multipliers=(1, 2), latent_size=(16, 16), dropout=0.0)
+    pyramid = PyramidConfig(width=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
+    settings = RadioDiffModelConfig(pyramid=pyramid, width=8, multipliers=(1, 2), windows=((8, 8), (4, 4)), dropout=0.0)
+    return RadioUNet(settings, channels=3, latent_size=(16, 16))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

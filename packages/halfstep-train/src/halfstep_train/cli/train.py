@@ -255,7 +255,14 @@ def choose_resumed_folder(resume: Path | None, continue_from: Path | None) -> Pa
     """Return the folder of --resume or of its synonym --continue."""
     if resume and continue_from and resume != continue_from:
         raise ConfigError(f"--resume {resume} and --continue {continue_from} are two runs", fix="keep one of them")
-    return resume or continue_from
+    found = resume or continue_from
+    if found is not None and found.suffix == ".ckpt":
+        raise ConfigError(
+            f"{found} is a Lightning checkpoint",
+            why="halfstep cannot restore its optimizer state and data position",
+            fix=f"start a new run from its weights: model.weights={found}",
+        )
+    return found
 
 
 @contextmanager
