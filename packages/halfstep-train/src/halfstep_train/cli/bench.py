@@ -91,7 +91,8 @@ def split_choices(text: str | None, option: str, allowed: Sequence[str] = ()) ->
         raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
     for choice in found:
         if allowed and choice not in allowed:
-            raise ConfigError(f"unknown {option} {choice!r}", fix=suggest_nearest(choice, allowed))
+            known = [one for one in allowed if (":" in one) <= (":" in choice)]  # a variant only for a variant
+            raise ConfigError(f"unknown {option} {choice!r}", fix=suggest_nearest(choice, known))
     return found
 
 
