@@ -1,5 +1,4 @@
-"""GPT-2 and a vision transformer as chains of kernels against themselves, layer by layer; and where the chain steps
-back."""
+"""Compare the kernel chains of GPT-2 and of a vision transformer with their layers, and test when they are refused."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernel for attention's backward where there is no GPU, behind a forward that stands in for cuDNN's; in bf16
-    Triton's interpreter could not multiply matrices."""
+    """Run our backward kernel of attention without a GPU: the forward is plain torch instead of cuDNN, and in fp32,
+    because Triton's interpreter cannot multiply bf16 matrices."""
 
     def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         q, k, v = transformer_chain.split_heads(qkv, num_heads).float()

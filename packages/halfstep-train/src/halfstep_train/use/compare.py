@@ -177,7 +177,7 @@ def find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
 
 COMPARISON = "comparison.json"
 STORED = TypeAdapter(Comparison)
-"""Comparisons as JSON, in which null stands for NaN."""
+"""Writes comparisons as JSON, with NaN as null, and reads them."""
 
 
 def open_comparison(folder: Path) -> Comparison:
