@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
@@ -51,6 +52,37 @@ def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_
     return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
 
 
+class Steps(Protocol):
+    """The interface of an engine that runs the steps of a trial."""
+
+    @property
+    def mode(self) -> Mode: ...
+
+    def __call__(self, window: list[Batch]) -> object: ...
+    def forget_graphs(self) -> None: ...
+
+
+class Rehearsed(Protocol):
+    """The parts of an assembled copy of a run that a trial uses."""
+
+    name: str
+    train: TrainConfig
+    plan: Plan
+    model: nn.Module
+    device: torch.device
+
+    @property
+    def step(self) -> Capturable: ...
+
+
+class Capturable(Protocol):
+    """The step of a run; `why_never_captured` is empty if it can become a CUDA graph."""
+
+    accumulate: int
+
+    def why_never_captured(self) -> str: ...
+
+
 class Rehearsal(Protocol):
     """Assembles copies of a run for trials. Passed in, because this package does not build runs."""
 
@@ -79,12 +111,9 @@ def _measure_in(mode: Mode, plan: Plan, rehearsal: Rehearsal, changes: Mapping[s
 
 
 class Trial:
-    """Steps on a copy of the model, always with the same batch; each measurement runs in a fresh thread.
+    """Steps on a copy of the model, always with the same batch; each measurement runs in a fresh thread."""
 
-    `parts` is the assembly of the copy and `engine` makes the run's engine for it: this package does not build runs.
-    """
-
-    def __init__(self, parts: Any, engine: Callable[[Any, Mode, Notice], Any], batch: Batch) -> None:
+    def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.step.accumulate
 
@@ -118,7 +147,7 @@ class Trial:
             engine.forget_graphs()
         return found
 
-    def _warm_up(self, engine: Any, time: TrialTime) -> int:
+    def _warm_up(self, engine: Steps, time: TrialTime) -> int:
         """Run enough steps for compilation, first commits and capture; return the peak of the last two, with the
         graph."""
         device = self.parts.device
@@ -137,12 +166,12 @@ class Trial:
             engine(self.window)
         return get_peak_memory_bytes(device) or 0
 
-    def _time_steps(self, engine: Any, time: TrialTime) -> float:
+    def _time_steps(self, engine: Steps, time: TrialTime) -> float:
         lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
         self._finish()
         return time_lasting_step(lambda num_steps: self._time_round(engine, time, num_steps), time, lasting_s)
 
-    def _time_round(self, engine: Any, time: TrialTime, num_steps: int) -> float:
+    def _time_round(self, engine: Steps, time: TrialTime, num_steps: int) -> float:
         start = time.clock()
         for _ in range(num_steps):
             engine(self.window)
