@@ -88,6 +88,7 @@ def main() -> None:
 
     cases = [word for word in arguments.only.split(",") if word] or [*TABLE, *OTHERS]
     trees = (arguments.old, arguments.new)
+    commits = {"old": commit_of(arguments.old), "new": commit_of(arguments.new)}
     with tempfile.TemporaryDirectory() as folder:
         caches = [Path(folder, name) for name in ("old", "new")]
         cold_s = fill_caches(cases, trees, caches, arguments)
@@ -98,8 +99,8 @@ def main() -> None:
             found[case] = compare(old, new, num_pairs=arguments.pairs) | {"cold_s": cold_s[case], "warm_s": warm_s}
             old.process.kill(), new.process.kill()
             print(case, {name: value for name, value in found[case].items() if name != "pairs_ms"}, flush=True)
-    commits = {"old": commit_of(arguments.old), "new": commit_of(arguments.new)}
-    store("speed_commits", {**commits, "mode": arguments.mode, "cases": found}, torch.device("cuda"), arguments.out)
+            result = {**commits, "mode": arguments.mode, "cases": found}
+            store("speed_commits", result, torch.device("cuda"), arguments.out)
 
 
 def fill_caches(
