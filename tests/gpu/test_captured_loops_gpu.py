@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import captured_features
 import halfstep as hs
+import inner_gradients
 import python_values
 import shared_casts
 
@@ -53,6 +54,14 @@ def test_weights_that_are_used_several_times(name: str, precision: str) -> None:
         shared_casts.assert_same(name, CUDA, precision)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", inner_gradients.CASES)
+def test_losses_that_take_a_gradient_themselves(name: str, precision: str) -> None:
+    inner_gradients.assert_same(name, CUDA, precision)
+    torch._dynamo.reset()
+    inner_gradients.assert_close(name, CUDA, precision)
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])

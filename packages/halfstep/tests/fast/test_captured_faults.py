@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import captured_features
 import halfstep as hs
+import inner_gradients
 import planted_faults
 import python_values
 import shared_casts
@@ -38,6 +39,7 @@ from fake_driver import make_hardware
 from halfstep.fast import certificate, compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.fast.certificate import ReplayDiffers, StateCopy, StepState
+from halfstep.fast.dynamo_gaps import TRACES_GRADIENTS
 from halfstep.fast.fast_path import FastPath
 from halfstep.fast.windows import Promise
 from halfstep.own_loop import step as own_step
@@ -83,6 +85,12 @@ def test_weights_used_several_times_in_half_precision(name: str, monkeypatch: py
     # Most CPUs emulate bf16, and a plan would fall back to fp32.
     monkeypatch.setattr(own_step, "probe", lambda device: make_hardware("cpu", bf16="native"))
     shared_casts.assert_same(name, CPU)
+
+
+@pytest.mark.skipif(not TRACES_GRADIENTS, reason="needs torch 2.11")
+@pytest.mark.parametrize("name", inner_gradients.CASES)
+def test_losses_that_take_a_gradient_themselves(name: str) -> None:
+    inner_gradients.assert_same(name, CPU)
 
 
 @pytest.mark.parametrize(

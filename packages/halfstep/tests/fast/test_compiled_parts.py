@@ -456,15 +456,15 @@ def test_a_second_derivative_that_is_taken_later_costs_one_step() -> None:
     assert (found.step.mode, found.num_calls) == ("eager", 16)
 
 
-def test_gradient_penalties_stay_eager() -> None:
+def test_a_gradient_that_is_taken_at_every_step_stays_eager() -> None:
     class Penalty(Training):
         def loss(self, batch: Any) -> Tensor:
+            print(end="")
             x = batch[0].clone().requires_grad_()
             gradient = self.step.grad(self.model(x).square().sum(), x)
             return super().loss(batch) + gradient.square().mean()
 
-    make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
-    found, expected = train_both(make=make, kind=Penalty)
+    found, expected = train_both(make=make_layers, kind=Penalty)
     assert found.step.mode == "eager"
     assert "loss_fn takes a gradient itself" in found.step._fast.why_eager
     assert_same(found, expected)

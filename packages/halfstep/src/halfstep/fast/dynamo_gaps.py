@@ -11,8 +11,10 @@ is compared with Python code.
   whose eager path cannot be traced, such as a `ContextVar`, gets the true answer again.
 - *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
   number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
-- `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing needs it. No weight
-  gets another gradient from it.
+- `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing and
+  `torch.autograd.grad` need it.
+- `torch.autograd.grad` without `retain_graph`, where the loss needs a part of the same graph again. Nothing is freed in
+  traced code. In eager code, which runs first, it is an error unless that part, such as a cast, has nothing to free.
 
 The generators are left to traced.py: what is drawn and not used must still be drawn in a replay.
 """
@@ -69,6 +71,8 @@ TRANSLATORS = (
 NAMESPACES = (torch, torch.nn.functional, operator)
 NUM_CALLERS = 2  # of a function that asks: a library may ask in one function for all others
 MAX_TRUSTED = 8  # functions that get the true answer after all: the loss function is traced anew for each
+TRACES_GRADIENTS = hasattr(torch._dynamo.config, "trace_autograd_ops")
+"""Whether Dynamo knows `torch.autograd.grad`: since torch 2.11."""
 BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 """Functions that read the shape of a tensor, and not its values."""
 
@@ -143,6 +147,9 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
         named: dict[str, Any] = getattr(TensorVariable, "tp_methods", {})  # where torch 2.15 looks methods up
         known = {name: type(one)(method) for name, one in named.items() if name == "requires_grad_"}
         stack.enter_context(mock.patch.dict(named, known))
+        if TRACES_GRADIENTS:
+            handlers, grad = TorchInGraphFunctionVariable._get_handlers(), torch.autograd.grad
+            stack.enter_context(mock.patch.dict(handlers, {grad: retain(handlers[grad])}))
         yield
 
 
@@ -297,7 +304,18 @@ def is_random(name: str) -> bool:
     return any(part in name for part in RANDOM)
 
 
-# --- x.requires_grad = True ---
+# --- gradients inside the loss function ---
+
+
+def retain(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `torch.autograd.grad` with `retain_graph=True`, unless it is given by position."""
+
+    def grad(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
+        if len(arguments) < 4:
+            named["retain_graph"] = ConstantVariable.create(True)
+        return handler(variable, tx, *arguments, **named)
+
+    return grad
 
 
 def require_grad(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,12 +343,11 @@ def require_or_store(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require(variable: Any, *given: Any) -> bool:
-    """Let a tensor that the traced code makes require a gradient, unless False is given. Return False if it does not.
-
-    Nothing is added to the graph: this only lets autograd compute a gradient that no weight needs, and that nothing
-    traced can read."""
+    """Let a tensor that the traced code makes require a gradient, unless False is given. Return whether it does."""
     if variable.source is not None or not all(one.as_python_constant() for one in given):
         return False
-    variable.as_proxy().node.meta["example_value"].requires_grad_()
+    proxy = variable.as_proxy()
+    proxy.requires_grad_()  # a node of the graph: torch.autograd.grad may be asked for this gradient
+    proxy.node.meta["example_value"].requires_grad_()
     variable.requires_grad = True
     return True

@@ -48,7 +48,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
-from halfstep.fast.dynamo_gaps import Questions, fill_gaps, is_random
+from halfstep.fast.dynamo_gaps import TRACES_GRADIENTS, Questions, fill_gaps, is_random
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
 from halfstep.fast.recurrent import ignore_warning, use_cudnn_operator
 from halfstep.fast.windows import (
@@ -380,6 +380,7 @@ class TraceCallback:
         settings = {
             "skip_nnmodule_hook_guards": False,
             "allow_rnn": True,
+            **({"trace_autograd_ops": True} if TRACES_GRADIENTS else {}),
             "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
             "recompile_limit": MAX_ENTRIES,
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,

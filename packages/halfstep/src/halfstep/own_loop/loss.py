@@ -39,7 +39,6 @@ class LossChecker:
         self.last: LossFn | None = None
         self.halves: set[torch.dtype] = set()  # half-precision dtypes in the loss that was checked last
         self.weighs = False  # whether a batch of this window has a weight other than 0
-        self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
     def wrap(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:
         if not torch.is_grad_enabled():
@@ -53,14 +52,11 @@ class LossChecker:
             warn_user("the step was called inside torch.autocast, which it enters itself: remove your autocast")
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
-            self.overflow = None
             loss, weight = split_result(loss_fn(batch), batch, is_alone=is_alone)
             self.weighs = self.weighs or isinstance(weight, Tensor) or weight != 0
             if kind not in self.known:
                 self._look_closely(loss, weight)
                 self.known.add(kind)
-            if self.overflow is not None:
-                loss = torch.where(self.overflow, torch.full_like(loss, float("nan")), loss)
             return loss, weight
 
         return loss_of
@@ -104,11 +100,12 @@ class LossChecker:
             scaled = scaler.scale(outputs.float().sum())
             gradients = torch.autograd.grad(scaled, wanted, create_graph=create_graph, allow_unused=allow_unused)
             unscale = scaler.value.clone().reciprocal()
-            found = tuple(g.float() * unscale if scaler.enabled and g is not None else g for g in gradients)
-        for gradient in (g for g in found if g is not None):
-            overflow = ~gradient.detach().isfinite().all()
-            self.overflow = overflow if self.overflow is None else self.overflow | overflow
-        return found[0] if isinstance(inputs, Tensor) else found
+            found = [g.float() * unscale if scaler.enabled and g is not None else g for g in gradients]
+        are_finite = [g.detach().isfinite().all() for g in found if g is not None]
+        if are_finite:  # otherwise NaN everywhere: the loss becomes NaN, whatever it makes of a single infinite number
+            is_finite = torch.stack(are_finite).all()
+            found = [g if g is None else torch.where(is_finite, g, math.nan) for g in found]
+        return found[0] if isinstance(inputs, Tensor) else tuple(found)
 
     def _look_closely(self, loss: Tensor, weight: Weight) -> None:
         groups = (group for optimizer in self.step.optimizers for group in optimizer.param_groups)
