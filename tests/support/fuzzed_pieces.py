@@ -294,6 +294,39 @@ def count_into_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Ten
     return loss * (1 + 0.01 * world.saved["calls"])
 
 
+def run_again(world: World, x: Tensor) -> Tensor:
+    """Call the model once more: layers draw, count and write twice."""
+    return world.model(x, torch.zeros(len(x), dtype=torch.long))  # type: ignore[no-any-return]
+
+
+def penalize_slope(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    slope = world.step.grad(run_again(world, x).sum(), x)
+    return loss + 0.1 * slope.square().mean()
+
+
+def penalize_curve(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    head, inlet = world.model.head, world.model.inlet
+    (slope,) = torch.autograd.grad(torch.tanh(inlet(x)).square().sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+    return loss + 0.1 * curve.mean() + head.weight.square().mean()
+
+
+def attack(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(run_again(world, x).sum(), x)
+    return loss + run_again(world, x + 0.1 * slope.sign()).square().mean()
+
+
+def balance(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    weight, other = world.model.head.weight, out.square().mean()
+    if not weight.requires_grad:
+        return loss
+    norms = [torch.autograd.grad(one, weight, retain_graph=True)[0].norm() for one in (loss, other)]
+    return loss + (norms[0] / (norms[1] + 1e-4)).clamp(0, 10).detach() * other
+
+
 def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> None:
     if world.flags["raises"]:
         raise ValueError(f"asked to fail on {len(x)} rows")
@@ -322,11 +355,12 @@ TERMS: dict[str, Term] = {
     "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
     "keep": keep, "keep_input": keep_input, "keep_alias": keep_alias, "running": average_where_it_is,
     "moved_in_loss": move_teacher_in_loss, "written_count": count_into_tensor, "fail": fail_if_asked,
-    "keep_then_fail": keep_then_fail,
+    "keep_then_fail": keep_then_fail, "slope": penalize_slope, "curve": penalize_curve, "attack": attack,
+    "balance": balance,
+    "differentiated_input": lambda world, x, out, loss: loss + world.model.inlet(x.clone().requires_grad_()).mean(),
 }  # fmt: skip
 EAGER_TERMS: dict[str, Term] = {
     "own_generator": lambda world, x, out, loss: loss * (1 + torch.rand((), generator=world.generator)),
-    "differentiated_input": lambda world, x, out, loss: loss + world.model.inlet(x.clone().requires_grad_()).mean(),
     "keep_view": keep_view, "keep_weight": keep_weight, "keep_row_of_input": keep_row_of_input,
 }  # fmt: skip
 ALL_TERMS = TERMS | EAGER_TERMS

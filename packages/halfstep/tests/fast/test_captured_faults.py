@@ -3,12 +3,14 @@ features of hs.Step, Python values of every kind, and casts of shared weights. t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import captured_features
 import halfstep as hs
@@ -24,11 +27,13 @@ import planted_faults
 import python_values
 import shared_casts
 from captured_faults import (
+    CHANGED_AT,
     LOOPS,
     Loop,
     Trained,
     assert_same,
     assert_same_history,
+    change_once,
     freeze,
     get_loss,
     make_batch,
@@ -85,6 +90,27 @@ def test_weights_used_several_times_in_half_precision(name: str, monkeypatch: py
     # Most CPUs emulate bf16, and a plan would fall back to fp32.
     monkeypatch.setattr(own_step, "probe", lambda device: make_hardware("cpu", bf16="native"))
     shared_casts.assert_same(name, CPU)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("is_off", "at"), [(partial(torch.compiler.set_stance, "force_eager"), 0), (Passing, 0), (Passing, CHANGED_AT)]
+)
+def test_python_code_runs_once_where_torchs_compiler_is_off(is_off: Any, at: int) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def make(device: torch.device) -> Loop:
+            loop = LOOPS["running_average"](device)
+            loop.before = change_once(lambda: stack.enter_context(is_off()), at)
+            return loop
+
+        found = train(make, CPU, "graph")
+    assert "torch's compiler is off" in found.why_eager
+    assert_same_history(found, train(LOOPS["running_average"], CPU, "off"))
 
 
 @pytest.mark.skipif(not TRACES_GRADIENTS, reason="needs torch 2.11")

@@ -81,6 +81,7 @@ BY_DATA = frozenset({"prod", "cumprod", "interpolate", "multi_margin_loss"})
 """Functions whose traced code rounds differently for some values only: one comparison may not show it. The eager
 gradient of a product, for one, uses a simpler formula if no input is zero."""
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
+IS_OFF = "torch's compiler is off, because of TORCH_COMPILE_DISABLE, torch.compiler.set_stance or a dispatch mode"
 MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
 
 
@@ -109,6 +110,8 @@ class TracedLoss:
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
         # `optimize` is what torch.compile calls; it also reports which guard failed.
         context: Any = torch._dynamo.optimize(self._add_entry, nopython=True, guard_fail_fn=self._note_cause)
+        if not hasattr(context, "callback"):
+            raise NotTraced(IS_OFF)
         # Its own code object: Dynamo keeps the entries of all tracers with the code, and tries each one's guards.
         name = f"_call_{next(NUMBERS)}"
         self._function = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
@@ -349,6 +352,8 @@ class TracedLoss:
 
 
 def _call(loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+    if not torch.compiler.is_dynamo_compiling():  # this runs as it is: leave the user's code to the eager step
+        raise NotTraced(IS_OFF)
     return loss_fn(batch)
 
 
