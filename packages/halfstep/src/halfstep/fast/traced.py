@@ -43,6 +43,7 @@ from torch._dynamo.variables.lists import DequeVariable
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
+from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule, Node, has_side_effect
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -352,7 +353,7 @@ class TracedLoss:
 
 
 def _call(loss_fn: Callable[[Any], Any], batch: Any) -> Any:
-    if not torch.compiler.is_dynamo_compiling():  # this runs as it is: leave the user's code to the eager step
+    if not is_dynamo_compiling():  # this runs as it is: leave the user's code to the eager step
         raise NotTraced(IS_OFF)
     return loss_fn(batch)
 
