@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from halfstep_train.config.schema import LabelledFolderConfig, ModelConfig, RunConfig, TransformerSize
-from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, PositiveCount, Section
+from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, PositiveCount, Section, setting
 
 Preset = dict[str, Any]
 
@@ -186,20 +186,15 @@ other signs."""
 class ImageAugmentConfig(Section):
     """Strength of the training augmentation; 0 disables a change."""
 
-    crop_area: Shares = Field(
-        default=(0.08, 1.0),
-        description="Range of a random crop's area, as a fraction of the image; up to 64 pixels: 0.8 to 1",
+    crop_area: Shares = setting(
+        (0.08, 1.0), "Range of a random crop's area, as a fraction of the image; up to 64 pixels: 0.8 to 1"
     )
-    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip; up to 64 pixels: 0")
-    brightness: Fraction = Field(
-        default=0.0, description="Largest relative change of brightness, contrast and saturation"
-    )
-    trivial: bool = Field(
-        default=False, description="Apply one more random operation out of 14 to each image (TrivialAugmentWide)"
-    )
-    erase: Fraction = Field(default=0.0, description="Probability of random erasing (a rectangle is blanked)")
-    mixup: OffNumber = Field(default=0.0, description="Alpha of mixup: two images blended; 0: off")
-    cutmix: OffNumber = Field(default=0.0, description="Alpha of CutMix: a box pasted from another image; 0: off")
+    flip: Fraction = setting(0.5, "Probability of a horizontal flip; up to 64 pixels: 0")
+    brightness: Fraction = setting(0.0, "Largest relative change of brightness, contrast and saturation")
+    trivial: bool = setting(False, "Apply one more random operation out of 14 to each image (TrivialAugmentWide)")
+    erase: Fraction = setting(0.0, "Probability of random erasing (a rectangle is blanked)")
+    mixup: OffNumber = setting(0.0, "Alpha of mixup: two images blended; 0: off")
+    cutmix: OffNumber = setting(0.0, "Alpha of CutMix: a box pasted from another image; 0: off")
 
     @property
     def is_mixing(self) -> bool:
@@ -209,21 +204,15 @@ class ImageAugmentConfig(Section):
 class ImageDataConfig(LabelledFolderConfig):
     """A folder of class folders."""
 
-    eval_size: OffCount = Field(
-        default=0,
-        description="Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)",
+    eval_size: OffCount = setting(
+        0, "Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)"
     )
-    eval_crop_ratio: PositiveShare | None = Field(
-        default=None,
-        description="Center crop in validation, as a fraction of the shorter side; default: 0.875, for CIFAR 1",
+    eval_crop_ratio: PositiveShare | None = setting(
+        None, "Center crop in validation, as a fraction of the shorter side; default: 0.875, for CIFAR 1"
     )
-    cache: bool = Field(
-        default=False, description="Decode every image once into one packed file and read that from then on"
-    )
-    cache_file: CachePath = Field(
-        default=None, description="Path of the packed file, if data.dir is not writable; default: in data.dir"
-    )
-    cache_size: PositiveCount = Field(default=256, description="Side of the images in the packed file, in pixels")
+    cache: bool = setting(False, "Decode every image once into one packed file and read that from then on")
+    cache_file: CachePath = setting(None, "Path of the packed file, if data.dir is not writable; default: in data.dir")
+    cache_size: PositiveCount = setting(256, "Side of the images in the packed file, in pixels")
     augment: ImageAugmentConfig = ImageAugmentConfig()
 
     @model_validator(mode="after")
@@ -247,29 +236,26 @@ class ImageDataConfig(LabelledFolderConfig):
 class ClassifierModelConfig(ModelConfig):
     """Settings of all classifiers."""
 
-    replace_head: bool = Field(
-        default=False, description="Replace the last layer of model.weights by a new one, for data with other classes"
+    replace_head: bool = setting(
+        False, "Replace the last layer of model.weights by a new one, for data with other classes"
     )
-    label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="Label smoothing of the training loss")
+    label_smoothing: float = setting(0.1, "Label smoothing of the training loss", ge=0, lt=1)
 
 
 class ResNetModelConfig(ClassifierModelConfig):
     """ResNet v1.5 at any width and depth."""
 
-    width: PositiveCount = Field(default=64, description="Channels of the first stage; each stage doubles them")
-    blocks: tuple[PositiveCount, ...] = Field(
-        default=(), description="Blocks of each stage; empty: from the workload's name"
-    )
-    stem: Literal["imagenet", "small"] = Field(
-        default="imagenet",
-        description="First layers: imagenet downsamples by 4, small (for 32 to 64 pixels) keeps the resolution",
+    width: PositiveCount = setting(64, "Channels of the first stage; each stage doubles them")
+    blocks: tuple[PositiveCount, ...] = setting((), "Blocks of each stage; empty: from the workload's name")
+    stem: Literal["imagenet", "small"] = setting(
+        "imagenet", "First layers: imagenet downsamples by 4, small (for 32 to 64 pixels) keeps the resolution"
     )
 
 
 class ViTModelConfig(TransformerSize, ClassifierModelConfig):
     """Vision transformer of any size; official weights need the defaults."""
 
-    patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, from the workload's name")
+    patch: OffCount = setting(0, "Side of a patch in pixels; 0: 16, from the workload's name")
 
 
 class ClassifierConfig(RunConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from halfstep_train.config.schema import (
     BuiltModelConfig,
@@ -22,7 +22,7 @@ from halfstep_train.config.section import (
     Positive,
     PositiveCount,
     Section,
-    read_off_as_zero,
+    setting,
 )
 
 Conditioning = Literal["none", "class", "text"]
@@ -31,57 +31,47 @@ Conditioning = Literal["none", "class", "text"]
 class ImageFolderConfig(FolderConfig):
     """A folder of images."""
 
-    image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
-    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip in training")
+    image_size: PositiveCount = setting(64, "Side of the square images the model sees, in pixels")
+    flip: Fraction = setting(0.5, "Probability of a horizontal flip in training")
 
 
 class DiffusionDataConfig(ImageFolderConfig, LabelledFolderConfig):
     """A folder of images, with classes or captions if the model is conditioned on them."""
 
-    text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
-    cache: LatentCaching = Field(
-        default="off",
-        description="latents: encode every image once with the VAE and train on the cached latents, flips included",
+    text_column: str = setting("text", "Column of metadata.jsonl or .csv with the captions")
+    cache: LatentCaching = setting(
+        "off", "latents: encode every image once with the VAE and train on the cached latents, flips included"
     )
-    cache_file: CachePath = Field(default=None, description="File of the cached latents; default: in data.dir")
+    cache_file: CachePath = setting(None, "File of the cached latents; default: in data.dir")
 
 
 class UNetSize(BuiltModelConfig):
     """Settings that U-Net and VAE share: the blocks of diffusers' networks."""
 
-    channels: tuple[PositiveCount, ...] = Field(
-        default=(128, 128, 256, 256, 512, 512),
-        min_length=1,
-        description="Channels of each level; each halves the image",
+    channels: tuple[PositiveCount, ...] = setting(
+        (128, 128, 256, 256, 512, 512), "Channels of each level; each halves the image", min_length=1
     )
-    layers: PositiveCount = Field(default=2, description="ResNet blocks of each level")
-    weights: FilePath = Field(
-        default=None, description="diffusers folder to start from: of the network or of a pipeline"
-    )
+    layers: PositiveCount = setting(2, "ResNet blocks of each level")
+    weights: FilePath = setting(None, "diffusers folder to start from: of the network or of a pipeline")
 
 
 class VaeModelConfig(UNetSize):
     """AutoencoderKL, its losses and its discriminator."""
 
-    channels: tuple[PositiveCount, ...] = Field(
-        default=(128, 256, 512, 512),
+    channels: tuple[PositiveCount, ...] = setting(
+        (128, 256, 512, 512),
+        "Channels of each level; all but the last halve the image (four levels: latents of 1/8 the side)",
         min_length=1,
-        description="Channels of each level; all but the last halve the image (four levels: latents of 1/8 the side)",
     )
-    latent_channels: PositiveCount = Field(default=4, description="Channels of the latents")
-    loss: Literal["l1", "l2"] = Field(default="l1", description="Distance between image and reconstruction")
-    kl_weight: OffNumber = Field(default=1e-6, description="Weight of the KL divergence, summed over a latent")
-    perceptual_weight: OffNumber = Field(default=0.0, description="Weight of the perceptual loss; needs vgg_weights")
-    vgg_weights: FilePath = Field(
-        default=None, description="File with torchvision's VGG16 weights, for the perceptual loss"
+    latent_channels: PositiveCount = setting(4, "Channels of the latents")
+    loss: Literal["l1", "l2"] = setting("l1", "Distance between image and reconstruction")
+    kl_weight: OffNumber = setting(1e-6, "Weight of the KL divergence, summed over a latent")
+    perceptual_weight: OffNumber = setting(0.0, "Weight of the perceptual loss; needs vgg_weights")
+    vgg_weights: FilePath = setting(None, "File with torchvision's VGG16 weights, for the perceptual loss")
+    gan_weight: OffNumber = setting(
+        0.0, "Weight of the PatchGAN loss, multiplied by the ratio of gradient norms; 0: no discriminator"
     )
-    gan_weight: OffNumber = Field(
-        default=0.0,
-        description="Weight of the PatchGAN loss, multiplied by the ratio of gradient norms; 0: no discriminator",
-    )
-    gan_from_step: OffCount = Field(
-        default=50_001, description="First step at which the discriminator is trained and its loss counts"
-    )
+    gan_from_step: OffCount = setting(50_001, "First step at which the discriminator is trained and its loss counts")
 
     @model_validator(mode="after")
     def check_perceptual(self) -> Self:
@@ -95,23 +85,14 @@ class VaeModelConfig(UNetSize):
 class NoiseConfig(Section):
     """Settings of the forward process."""
 
-    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(
-        default="linear", description="Shape of the beta schedule"
+    schedule: Literal["linear", "scaled_linear", "cosine"] = setting("linear", "Shape of the beta schedule")
+    steps: int = setting(1000, "Timesteps", ge=4)
+    beta_start: Annotated[float, Field(gt=0, lt=1)] = setting(
+        1e-4, "Beta (noise variance) at the first timestep (Stable Diffusion: 0.00085, scaled_linear)"
     )
-    steps: int = Field(default=1000, ge=4, description="Timesteps")
-    beta_start: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=1e-4,
-        description="Beta (noise variance) at the first timestep (Stable Diffusion: 0.00085, scaled_linear)",
-    )
-    beta_end: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.02, description="Beta at the last timestep (Stable Diffusion: 0.012)"
-    )
-    zero_terminal_snr: bool = Field(
-        default=False, description="Rescale the schedule so that the last timestep is pure noise"
-    )
-    offset: OffNumber = Field(
-        default=0.0, description="Offset noise: strength of extra noise that is constant over each channel"
-    )
+    beta_end: Annotated[float, Field(gt=0, lt=1)] = setting(0.02, "Beta at the last timestep (Stable Diffusion: 0.012)")
+    zero_terminal_snr: bool = setting(False, "Rescale the schedule so that the last timestep is pure noise")
+    offset: OffNumber = setting(0.0, "Offset noise: strength of extra noise that is constant over each channel")
 
     @model_validator(mode="after")
     def check_betas(self) -> Self:
@@ -123,27 +104,26 @@ class NoiseConfig(Section):
 class DiffusionModelConfig(UNetSize):
     """The U-Net, its conditions and its prediction target."""
 
-    attention: tuple[int, ...] | None = Field(
-        default=None, description="Levels with attention, from 0; default: the last but one, with text all but the last"
+    attention: tuple[int, ...] | None = setting(
+        None, "Levels with attention, from 0; default: the last but one, with text all but the last"
     )
-    attention_head_dim: PositiveCount = Field(
-        default=8, description="Channels per attention head; with text: number of heads (as in diffusers)"
+    attention_head_dim: PositiveCount = setting(
+        8, "Channels per attention head; with text: number of heads (as in diffusers)"
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout in ResNet blocks")
-    target: Literal["eps", "v", "sample"] = Field(default="eps", description="What the U-Net predicts")
-    min_snr_gamma: Positive | None = Field(
-        default=None, description="Min-SNR loss weights (5 is usual; 0 would make the loss 0); null: equal weights"
+    dropout: Annotated[float, Field(ge=0, lt=1)] = setting(0.0, "Dropout in ResNet blocks")
+    target: Literal["eps", "v", "sample"] = setting("eps", "What the U-Net predicts")
+    min_snr_gamma: Positive | None = setting(
+        None, "Min-SNR loss weights (5 is usual; 0 would make the loss 0); null: equal weights"
     )
-    conditioning: Conditioning = Field(default="none", description="What the U-Net is conditioned on")
-    drop_condition: Fraction = Field(
-        default=0.1, description="Fraction of samples trained without condition, for classifier-free guidance"
+    conditioning: Conditioning = setting("none", "What the U-Net is conditioned on")
+    drop_condition: Fraction = setting(
+        0.1, "Fraction of samples trained without condition, for classifier-free guidance"
     )
-    vae: FilePath = Field(
-        default=None,
-        description="Folder of a VAE (diffusers', or model/ of a run): train on latents instead of pixels",
+    vae: FilePath = setting(
+        None, "Folder of a VAE (diffusers', or model/ of a run): train on latents instead of pixels"
     )
-    text_encoder: FilePath = Field(
-        default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
+    text_encoder: FilePath = setting(
+        None, "Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
     )
 
     @model_validator(mode="after")
@@ -160,12 +140,10 @@ SAMPLERS: tuple[str, ...] = get_args(Sampler)
 class SampleConfig(Section):
     """Samples that are drawn during training; `halfstep predict` has options of the same names."""
 
-    num: PositiveCount = Field(default=16, description="Number of images in the grid")
-    steps: PositiveCount = Field(default=50, description="Sampling steps")
-    sampler: Sampler = Field(default="ddim", description="DDIM or DPM-Solver++")
-    guidance: Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)] = Field(
-        default=3.0, description="Classifier-free guidance scale of conditional models; 1: none"
-    )
+    num: PositiveCount = setting(16, "Number of images in the grid")
+    steps: PositiveCount = setting(50, "Sampling steps")
+    sampler: Sampler = setting("ddim", "DDIM or DPM-Solver++")
+    guidance: OffNumber = setting(3.0, "Classifier-free guidance scale of conditional models; 1: none")
 
 
 PICTURES: dict[str, Any] = {

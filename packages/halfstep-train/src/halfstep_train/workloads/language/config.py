@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from halfstep_train.config.schema import BuiltModelConfig, DataConfig, RunConfig, TransformerSize
-from halfstep_train.config.section import CachePath, FilePath, NamedPath, OffCount
+from halfstep_train.config.section import CachePath, FilePath, NamedPath, OffCount, setting
 
 Preset = dict[str, Any]
 CONTEXT = 1024
@@ -19,36 +17,25 @@ class TextDataConfig(DataConfig):
 
     image_size: ClassVar[int] = 0  # type: ignore[misc]  # texts have no such setting
 
-    dir: NamedPath = Field(
-        default=None, description="Text file or folder; without it, halfstep trains on generated demo text"
-    )
-    tokenizer: str = Field(
-        default="auto",
-        min_length=1,
-        description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one next to the data "
+    dir: NamedPath = setting(None, "Text file or folder; without it, halfstep trains on generated demo text")
+    tokenizer: str = setting(
+        "auto",
+        "bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one next to the data "
         "or the weights, or bytes",
+        min_length=1,
     )
-    cache: bool = Field(
-        default=True,
-        description="Tokenise once and cache the tokens in a file; false: tokenise in memory at each start",
-    )
-    cache_file: CachePath = Field(
-        default=None, description="File for the tokenised text; default: a hidden file next to the text"
-    )
+    cache: bool = setting(True, "Tokenise once and cache the tokens in a file; false: tokenise in memory at each start")
+    cache_file: CachePath = setting(None, "File for the tokenised text; default: a hidden file next to the text")
 
 
 class LanguageModelConfig(TransformerSize, BuiltModelConfig):
     """GPT-2 of any size; 0 means the size of the workload's name."""
 
-    context: OffCount = Field(default=0, description="Context length in tokens; 0: 1024")
-    vocab: OffCount = Field(default=0, description="Vocabulary size; 0: that of the tokenizer, or 50257")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout rate of embeddings, attention and residual branches"
-    )
-    bias: bool = Field(default=True, description="Biases in linear layers and LayerNorm; GPT-2 has them")
-    weights: FilePath = Field(
-        default=None, description="Weights to start from: a file or folder from Hugging Face or nanoGPT"
-    )
+    context: OffCount = setting(0, "Context length in tokens; 0: 1024")
+    vocab: OffCount = setting(0, "Vocabulary size; 0: that of the tokenizer, or 50257")
+    dropout: float = setting(0.0, "Dropout rate of embeddings, attention and residual branches", ge=0, lt=1)
+    bias: bool = setting(True, "Biases in linear layers and LayerNorm; GPT-2 has them")
+    weights: FilePath = setting(None, "Weights to start from: a file or folder from Hugging Face or nanoGPT")
 
 
 # nanoGPT's config/train_shakespeare_char.py, a "baby GPT" for one GPU; its best validation loss is 1.47.

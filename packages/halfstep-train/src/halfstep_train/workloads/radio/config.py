@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from halfstep_train.config.schema import (
     BuiltModelConfig,
@@ -12,7 +12,16 @@ from halfstep_train.config.schema import (
     LatentCaching,
     RunConfig,
 )
-from halfstep_train.config.section import CachePath, FilePath, Fraction, OffCount, Positive, PositiveCount, Section
+from halfstep_train.config.section import (
+    CachePath,
+    FilePath,
+    Fraction,
+    OffCount,
+    Positive,
+    PositiveCount,
+    Section,
+    setting,
+)
 
 Counts = tuple[PositiveCount, ...]
 Window = tuple[PositiveCount, PositiveCount]
@@ -21,28 +30,21 @@ Window = tuple[PositiveCount, PositiveCount]
 class RadioDataConfig(DataConfig):
     """The RadioMapSeer folder."""
 
-    image_size: PositiveCount = Field(default=256, description="Side of the square maps the model sees, in pixels")
-    simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Simulation whose gains are used")
-    cars: bool = Field(default=False, description="Use gains simulated with cars, and the cars as a third input")
-    missing_buildings: int = Field(
-        default=0,
-        ge=0,
-        le=4,
-        description="Number of buildings missing in the input; a version is drawn at random for each sample",
+    image_size: PositiveCount = setting(256, "Side of the square maps the model sees, in pixels")
+    simulation: Literal["DPM", "IRT2", "IRT4"] = setting("DPM", "Simulation whose gains are used")
+    cars: bool = setting(False, "Use gains simulated with cars, and the cars as a third input")
+    missing_buildings: int = setting(
+        0, "Number of buildings missing in the input; a version is drawn at random for each sample", ge=0, le=4
     )
-    split: Literal["radiounet", "radiodiff"] = Field(
-        default="radiounet",
-        description="Which published split to use; RadioDiff's has the same maps in training, validation and test",
+    split: Literal["radiounet", "radiodiff"] = setting(
+        "radiounet", "Which published split to use; RadioDiff's has the same maps in training, validation and test"
     )
-    val_maps: tuple[int, ...] = Field(
-        default=(), description="Maps to validate on, by number; all others except test_maps train. Replaces split"
+    val_maps: tuple[int, ...] = setting(
+        (), "Maps to validate on, by number; all others except test_maps train. Replaces split"
     )
-    test_maps: tuple[int, ...] = Field(default=(), description="Maps to test on, by number; needs val_maps")
-    threshold: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Gains below this are set to 0, the rest is rescaled to 0..1; RadioUNet uses 0.2",
+    test_maps: tuple[int, ...] = setting((), "Maps to test on, by number; needs val_maps")
+    threshold: float = setting(
+        0.0, "Gains below this are set to 0, the rest is rescaled to 0..1; RadioUNet uses 0.2", ge=0, lt=1
     )
 
     @model_validator(mode="after")
@@ -60,84 +62,69 @@ class RadioDataConfig(DataConfig):
 class RadioDiffDataConfig(RadioDataConfig):
     """The RadioMapSeer folder, with an optional cache of latents on disk."""
 
-    cache: LatentCaching = Field(
-        default="off", description="latents: encode every training map once and cache the latents"
-    )
-    cache_file: CachePath = Field(default=None, description="File of the cached latents; default: in data.dir")
+    cache: LatentCaching = setting("off", "latents: encode every training map once and cache the latents")
+    cache_file: CachePath = setting(None, "File of the cached latents; default: in data.dir")
 
 
 class FirstStageConfig(Section):
     """Sizes of the autoencoder."""
 
-    width: PositiveCount = Field(default=128, description="Channels of the first level")
-    multipliers: Counts = Field(
-        default=(1, 2, 4),
-        description="Channels of each level, as multiples of width; all but the last level halve the map",
+    width: PositiveCount = setting(128, "Channels of the first level")
+    multipliers: Counts = setting(
+        (1, 2, 4), "Channels of each level, as multiples of width; all but the last level halve the map"
     )
-    num_blocks: PositiveCount = Field(default=2, description="Residual blocks of each level")
-    latent_channels: PositiveCount = Field(default=3, description="Channels of the latent")
+    num_blocks: PositiveCount = setting(2, "Residual blocks of each level")
+    latent_channels: PositiveCount = setting(3, "Channels of the latent")
 
 
 class DiscriminatorConfig(Section):
     """The discriminator of stage 1."""
 
-    enabled: bool = Field(default=True, description="Train a PatchGAN discriminator together with the autoencoder")
-    start: OffCount = Field(
-        default=50_001, description="First step at which the discriminator is trained and its loss counts"
-    )
-    weight: float = Field(
-        default=0.5, ge=0, description="Weight of the discriminator loss, multiplied by the adaptive weight"
-    )
+    enabled: bool = setting(True, "Train a PatchGAN discriminator together with the autoencoder")
+    start: OffCount = setting(50_001, "First step at which the discriminator is trained and its loss counts")
+    weight: float = setting(0.5, "Weight of the discriminator loss, multiplied by the adaptive weight", ge=0)
 
 
 class RadioVaeModelConfig(BuiltModelConfig):
     """The autoencoder and its loss."""
 
     first_stage: FirstStageConfig = FirstStageConfig()
-    kl_weight: float = Field(default=1e-6, ge=0, description="Weight of the KL term, which is summed over the latent")
+    kl_weight: float = setting(1e-6, "Weight of the KL term, which is summed over the latent", ge=0)
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
 
 
 class PyramidConfig(Section):
     """The Swin transformer that encodes buildings and antenna; defaults are Swin-B's."""
 
-    width: PositiveCount = Field(
-        default=128, description="Channels of the Swin encoder's first stage; each stage doubles them"
-    )
-    depths: Counts = Field(default=(2, 2, 18, 2), description="Blocks of each stage; as many as the U-Net has levels")
-    num_heads: Counts = Field(default=(4, 8, 16, 32), description="Attention heads of each stage")
-    window: PositiveCount = Field(default=7, description="Side of the attention windows")
-    stochastic_depth: float = Field(
-        default=0.5, ge=0, lt=1, description="Stochastic depth: probability of dropping the last block"
-    )
-    weights: FilePath = Field(default=None, description="File with torchvision's swin weights to start from")
+    width: PositiveCount = setting(128, "Channels of the Swin encoder's first stage; each stage doubles them")
+    depths: Counts = setting((2, 2, 18, 2), "Blocks of each stage; as many as the U-Net has levels")
+    num_heads: Counts = setting((4, 8, 16, 32), "Attention heads of each stage")
+    window: PositiveCount = setting(7, "Side of the attention windows")
+    stochastic_depth: float = setting(0.5, "Stochastic depth: probability of dropping the last block", ge=0, lt=1)
+    weights: FilePath = setting(None, "File with torchvision's swin weights to start from")
 
 
 class RadioDiffModelConfig(BuiltModelConfig):
     """The denoiser and its sampler."""
 
-    vae: FilePath = Field(
-        default=None, description="First stage: a radiodiff_vae run, or a file with weights (then see first_stage)"
-    )
+    vae: FilePath = setting(None, "First stage: a radiodiff_vae run, or a file with weights (then see first_stage)")
     first_stage: FirstStageConfig = FirstStageConfig()
-    scale_factor: Literal["auto"] | Positive = Field(
-        default="auto",
-        description="Scale factor of the latents; auto: 1 / their standard deviation; the published config has 0.3",
+    scale_factor: Literal["auto"] | Positive = setting(
+        "auto", "Scale factor of the latents; auto: 1 / their standard deviation; the published config has 0.3"
     )
-    width: PositiveCount = Field(default=128, description="Channels of the U-Net's first level, a multiple of 8")
-    multipliers: Counts = Field(default=(1, 2, 4, 4), description="Channels of each level, as multiples of width")
-    windows: tuple[Window, ...] = Field(
-        default=((8, 8), (4, 4), (2, 2), (1, 1)),
-        description="Attention window sizes of the condition's encoder and of the U-Net's feature maps, one per level",
+    width: PositiveCount = setting(128, "Channels of the U-Net's first level, a multiple of 8")
+    multipliers: Counts = setting((1, 2, 4, 4), "Channels of each level, as multiples of width")
+    windows: tuple[Window, ...] = setting(
+        ((8, 8), (4, 4), (2, 2), (1, 1)),
+        "Attention window sizes of the condition's encoder and of the U-Net's feature maps, one per level",
     )
-    fourier_scale: Positive = Field(default=16.0, description="Spread of the time embedding's frequencies")
-    dropout: Fraction = Field(default=0.1, description="Dropout of the condition's attention")
+    fourier_scale: Positive = setting(16.0, "Spread of the time embedding's frequencies")
+    dropout: Fraction = setting(0.1, "Dropout of the condition's attention")
     pyramid: PyramidConfig = PyramidConfig()
-    weighted_loss: bool = Field(default=True, description="Weight the losses of C and noise by time")
-    sampling_steps: int = Field(default=1, ge=1, le=1000, description="Sampling steps in validation and prediction")
-    extra_call: bool = Field(
-        default=True,
-        description="N sampling steps call the network N + 1 times, as in the public sampler; false: N times",
+    weighted_loss: bool = setting(True, "Weight the losses of C and noise by time")
+    sampling_steps: int = setting(1, "Sampling steps in validation and prediction", ge=1, le=1000)
+    extra_call: bool = setting(
+        True, "N sampling steps call the network N + 1 times, as in the public sampler; false: N times"
     )
 
     @model_validator(mode="after")

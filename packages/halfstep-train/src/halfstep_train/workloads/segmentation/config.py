@@ -4,57 +4,47 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from halfstep_train.config.schema import BuiltModelConfig, DataConfig, RunConfig
-from halfstep_train.config.section import FilePath, Fraction, Positive, PositiveCount, Section
+from halfstep_train.config.section import FilePath, Fraction, Positive, PositiveCount, Section, setting
 
 
 class UNetAugmentConfig(Section):
     """Strength of the training augmentation of image and mask; 0 disables a change."""
 
-    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip, and of a vertical flip")
-    rotate_degrees: float = Field(
-        default=15.0, ge=0, le=180, description="Largest rotation in degrees, in either direction"
-    )
-    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement in pixels")
-    scale: float = Field(default=0.1, ge=0, lt=1, description="Largest relative change of size")
-    crop: float = Field(default=0.0, ge=0, lt=1, description="Largest fraction of each side that a random crop removes")
-    brightness: float = Field(
-        default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
-    )
+    flip: Fraction = setting(0.5, "Probability of a horizontal flip, and of a vertical flip")
+    rotate_degrees: float = setting(15.0, "Largest rotation in degrees, in either direction", ge=0, le=180)
+    elastic_pixels: float = setting(0.0, "Largest elastic displacement in pixels", ge=0)
+    scale: float = setting(0.1, "Largest relative change of size", ge=0, lt=1)
+    crop: float = setting(0.0, "Largest fraction of each side that a random crop removes", ge=0, lt=1)
+    brightness: float = setting(0.1, "Largest relative change of brightness and contrast; image only", ge=0, le=1)
 
 
 class UNetDataConfig(DataConfig):
     """Image and mask pairs."""
 
-    image_size: PositiveCount = Field(
-        default=512,
-        description="Side of the square images the model sees; unset: 512 pixels, or less if the images are smaller",
+    image_size: PositiveCount = setting(
+        512, "Side of the square images the model sees; unset: 512 pixels, or less if the images are smaller"
     )
-    images: str = Field(
-        default="",
-        description="Folder of the images below data.dir, or a pattern: scans/{id}_t1.png; empty: imgs, images, image",
+    images: str = setting(
+        "", "Folder of the images below data.dir, or a pattern: scans/{id}_t1.png; empty: imgs, images, image"
     )
-    masks: str = Field(
-        default="",
-        description="Folder of the masks, or a pattern: truth/**/{id}_seg.png; empty: masks, mask, labels or label",
+    masks: str = setting(
+        "", "Folder of the masks, or a pattern: truth/**/{id}_seg.png; empty: masks, mask, labels or label"
     )
-    val_images: str = Field(
-        default="",
-        description="Folder or pattern of the validation images; empty: the usual val folders, or val_fraction",
+    val_images: str = setting(
+        "", "Folder or pattern of the validation images; empty: the usual val folders, or val_fraction"
     )
-    val_masks: str = Field(default="", description="Folder or pattern of the validation masks")
-    channels: Literal["auto", 1, 3] = Field(default="auto", description="Channels of the images; auto: as in the files")
-    scale: Literal["auto"] | Positive = Field(
-        default="auto",
-        description="What float and 32-bit images are divided by, so that white is 1; auto: 1, 255 or the largest "
+    val_masks: str = setting("", "Folder or pattern of the validation masks")
+    channels: Literal["auto", 1, 3] = setting("auto", "Channels of the images; auto: as in the files")
+    scale: Literal["auto"] | Positive = setting(
+        "auto",
+        "What float and 32-bit images are divided by, so that white is 1; auto: 1, 255 or the largest "
         "value, by what is typical of the files, outliers aside",
     )
-    val_list: FilePath = Field(
-        default=None, description="Text file with the validation images, one name per line; replaces val_fraction"
-    )
-    train_list: FilePath = Field(default=None, description="Text file with the training images; default: all others")
+    val_list: FilePath = setting(None, "Text file with the validation images, one name per line; replaces val_fraction")
+    train_list: FilePath = setting(None, "Text file with the training images; default: all others")
     augment: UNetAugmentConfig = UNetAugmentConfig()
 
     @model_validator(mode="after")
@@ -67,26 +57,20 @@ class UNetDataConfig(DataConfig):
 class UNetModelConfig(BuiltModelConfig):
     """The milesial U-Net at any width and depth."""
 
-    base_channels: PositiveCount = Field(default=64, description="Channels of the first level; each level doubles them")
-    depth: int = Field(default=4, ge=1, le=7, description="Number of times the image is halved")
-    bilinear: bool = Field(
-        default=False, description="Bilinear upsampling instead of transposed convolutions: fewer parameters"
-    )
-    classes: Literal["auto"] | PositiveCount = Field(
-        default="auto", description="Classes, background included; auto: from the masks"
-    )
-    background: Literal["first"] | int | tuple[int, int, int] | None = Field(
-        default="first",
-        description="Mask value that iou and dice leave out (iou_all and dice_all never do); first: the smallest; "
+    base_channels: PositiveCount = setting(64, "Channels of the first level; each level doubles them")
+    depth: int = setting(4, "Number of times the image is halved", ge=1, le=7)
+    bilinear: bool = setting(False, "Bilinear upsampling instead of transposed convolutions: fewer parameters")
+    classes: Literal["auto"] | PositiveCount = setting("auto", "Classes, background included; auto: from the masks")
+    background: Literal["first"] | int | tuple[int, int, int] | None = setting(
+        "first",
+        "Mask value that iou and dice leave out (iou_all and dice_all never do); first: the smallest; "
         "null: none, all classes count",
     )
-    dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice loss")
-    class_weights: tuple[float, ...] = Field(
-        default=(), description="Weight of each class in the cross-entropy; empty: all equal"
-    )
-    ignore_index: Literal["auto"] | int | tuple[int, int, int] | None = Field(
-        default="auto",
-        description="Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's "
+    dice_weight: float = setting(1.0, "Weight of the Dice loss", ge=0)
+    class_weights: tuple[float, ...] = setting((), "Weight of each class in the cross-entropy; empty: all equal")
+    ignore_index: Literal["auto"] | int | tuple[int, int, int] | None = setting(
+        "auto",
+        "Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's "
         "value if known (VOC: 255), or 255 if the other values are 0, 1, 2, ...; null: none",
     )
 

@@ -12,7 +12,16 @@ from halfstep_train.config.schema import (
     OptimizerConfig,
     RunConfig,
 )
-from halfstep_train.config.section import FilePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+from halfstep_train.config.section import (
+    FilePath,
+    Fraction,
+    OffCount,
+    OffNumber,
+    Positive,
+    PositiveCount,
+    Section,
+    setting,
+)
 
 Backbone = Literal[
     "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2", "filters"
@@ -27,57 +36,48 @@ VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_video
 class VideoDataConfig(DataConfig):
     """A folder of videos: tar shards, folders of frames, gif or mp4 files."""
 
-    image_size: PositiveCount = Field(default=128, description="Side of the square frames the model sees, in pixels")
-    train_shards: str | tuple[str, ...] = Field(
-        default="", description="Tar shards to train on, below data.dir; {000000..000304} is a range"
+    image_size: PositiveCount = setting(128, "Side of the square frames the model sees, in pixels")
+    train_shards: str | tuple[str, ...] = setting(
+        "", "Tar shards to train on, below data.dir; {000000..000304} is a range"
     )
-    val_shards: str | tuple[str, ...] = Field(default="", description="Tar shards to validate on")
-    val_videos: tuple[str, ...] = Field(
-        default=(), description="Videos to validate on, by name pattern; empty: the last ones, by val_fraction"
+    val_shards: str | tuple[str, ...] = setting("", "Tar shards to validate on")
+    val_videos: tuple[str, ...] = setting(
+        (), "Videos to validate on, by name pattern; empty: the last ones, by val_fraction"
     )
-    chunk_size: PositiveCount = Field(default=3, description="Frames per training clip")
-    chunks: Literal["one", "all"] = Field(
-        default="all", description="Clips of a video in an epoch: one at random, or all that do not overlap"
+    chunk_size: PositiveCount = setting(3, "Frames per training clip")
+    chunks: Literal["one", "all"] = setting(
+        "all", "Clips of a video in an epoch: one at random, or all that do not overlap"
     )
-    val_chunk_size: OffCount = Field(
-        default=6, description="Frames of a validation clip; shorter for shorter videos; 0: whole videos"
+    val_chunk_size: OffCount = setting(6, "Frames of a validation clip; shorter for shorter videos; 0: whole videos")
+    crop: Literal["none", "central", "random"] = setting(
+        "none", "Which square is cropped from frames that are not square; none: they are resized to a square"
     )
-    crop: Literal["none", "central", "random"] = Field(
-        default="none",
-        description="Which square is cropped from frames that are not square; none: they are resized to a square",
-    )
-    flip: Fraction = Field(default=0.0, description="Probability of a horizontal flip of the clip")
+    flip: Fraction = setting(0.0, "Probability of a horizontal flip of the clip")
 
 
 class SlotContrastModelConfig(BuiltModelConfig):
     """A frozen backbone, and a model whose slots reconstruct its features."""
 
-    backbone: Backbone = Field(
-        default="vit_small_patch14_dinov2",
-        description="Backbone that computes the features, by its timm name; filters: fixed image filters, for demos",
+    backbone: Backbone = setting(
+        "vit_small_patch14_dinov2",
+        "Backbone that computes the features, by its timm name; filters: fixed image filters, for demos",
     )
-    backbone_weights: FilePath = Field(
-        default=None, description="Local file with the backbone's weights (timm's, official or HF names), or random"
+    backbone_weights: FilePath = setting(
+        None, "Local file with the backbone's weights (timm's, official or HF names), or random"
     )
-    backbone_size: tuple[OffCount, OffCount, OffCount] = Field(
-        default=(0, 0, 0), description="Blocks, attention heads and channels of the backbone; 0: from its name"
+    backbone_size: tuple[OffCount, OffCount, OffCount] = setting(
+        (0, 0, 0), "Blocks, attention heads and channels of the backbone; 0: from its name"
     )
-    patch: PositiveCount = Field(default=8, description="Side of a patch in pixels for filters; DINOv2 has 14")
-    slots: PositiveCount = Field(
-        default=11, description="Number of slots: objects that can be separated, background included"
+    patch: PositiveCount = setting(8, "Side of a patch in pixels for filters; DINOv2 has 14")
+    slots: PositiveCount = setting(11, "Number of slots: objects that can be separated, background included")
+    slot_dim: PositiveCount = setting(64, "Channels of a slot")
+    iterations: PositiveCount = setting(2, "Slot-attention iterations per frame, one more in the first frame")
+    decoder_hidden: Annotated[tuple[PositiveCount, ...], Field(min_length=1)] = setting(
+        (1024, 1024, 1024), "Hidden channels of the decoder"
     )
-    slot_dim: PositiveCount = Field(default=64, description="Channels of a slot")
-    iterations: PositiveCount = Field(
-        default=2, description="Slot-attention iterations per frame, one more in the first frame"
-    )
-    decoder_hidden: Annotated[tuple[PositiveCount, ...], Field(min_length=1)] = Field(
-        default=(1024, 1024, 1024), description="Hidden channels of the decoder"
-    )
-    contrast_weight: OffNumber = Field(
-        default=0.5, description="Weight of the slot-contrast loss between frames; 0: off"
-    )
-    ignore_background: bool = Field(
-        default=True, description="Report FG-ARI, and mBO without label 0; false: count the background as an object"
+    contrast_weight: OffNumber = setting(0.5, "Weight of the slot-contrast loss between frames; 0: off")
+    ignore_background: bool = setting(
+        True, "Report FG-ARI, and mBO without label 0; false: count the background as an object"
     )
 
 
@@ -93,8 +93,8 @@ class GroupConfig(Section):
 class SlotOptimizerConfig(OptimizerConfig):
     """Optimizer settings, with optional groups of modules that differ."""
 
-    groups: tuple[GroupConfig, ...] = Field(
-        default=(), description="Optimizer settings for single modules: [{modules: [encoder], lr: 1e-4}]"
+    groups: tuple[GroupConfig, ...] = setting(
+        (), "Optimizer settings for single modules: [{modules: [encoder], lr: 1e-4}]"
     )
 
 
@@ -183,39 +183,33 @@ Reduction = Literal["sum", "mean"]
 class DVaeModelConfig(BuiltModelConfig):
     """Settings of a discrete VAE whose words are predicted from slots."""
 
-    vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
-    hard: bool = Field(
-        default=False,
-        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
+    vocabulary: PositiveCount = setting(4096, "Vocabulary size of the discrete VAE")
+    hard: bool = setting(
+        False, "Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's"
     )
-    tau: tuple[Positive, Positive, PositiveCount] = Field(
-        default=(1.0, 0.1, 30_000),
-        description="Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them",
+    tau: tuple[Positive, Positive, PositiveCount] = setting(
+        (1.0, 0.1, 30_000), "Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them"
     )
 
 
 class SteveModelConfig(DVaeModelConfig):
     """A discrete VAE, an encoder of slots, and a decoder of words."""
 
-    slots: PositiveCount = Field(
-        default=15, description="Number of slots: at most this many objects, background included"
-    )
-    slot_dim: PositiveCount = Field(default=192, description="Channels of a slot")
-    iterations: PositiveCount = Field(default=2, description="Iterations of slot attention on each frame")
-    cnn_channels: PositiveCount = Field(default=64, description="Channels of the encoder's convolutions")
-    dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
-    decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
-    dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
-    loss: Reduction = Field(
-        default="sum", description="Reduction of a frame's losses: sum over pixels and tokens, as published, or mean"
-    )
+    slots: PositiveCount = setting(15, "Number of slots: at most this many objects, background included")
+    slot_dim: PositiveCount = setting(192, "Channels of a slot")
+    iterations: PositiveCount = setting(2, "Iterations of slot attention on each frame")
+    cnn_channels: PositiveCount = setting(64, "Channels of the encoder's convolutions")
+    dim: PositiveCount = setting(192, "Channels of encoder and decoder")
+    decoder_blocks: PositiveCount = setting(8, "Transformer blocks of the decoder")
+    dropout: Fraction = setting(0.1, "Dropout in the decoder")
+    loss: Reduction = setting("sum", "Reduction of a frame's losses: sum over pixels and tokens, as published, or mean")
 
 
 class SteveOptimizerConfig(OptimizerConfig):
     """Three learning rates; `lr` is the decoder's."""
 
-    encoder_lr: Positive = Field(default=1e-4, description="Learning rate of the slot encoder, with the same schedule")
-    dvae_lr: Positive = Field(default=3e-4, description="Learning rate of the discrete VAE (constant)")
+    encoder_lr: Positive = setting(1e-4, "Learning rate of the slot encoder, with the same schedule")
+    dvae_lr: Positive = setting(3e-4, "Learning rate of the discrete VAE (constant)")
 
 
 DEMO: dict[str, Any] = {
@@ -270,23 +264,15 @@ class SteveConfig(RunConfig):
 class WordsModelConfig(DVaeModelConfig, SlotContrastModelConfig):
     """SlotContrast whose slots also predict words of a discrete VAE."""
 
-    word_side: Literal[4, 14] = Field(
-        default=14, description="Side of a token's patch in pixels; 14: one token per backbone patch"
-    )
-    words_blocks: OffCount = Field(default=4, description="Blocks of the token decoder; 0: train the VAE only")
-    words_dim: PositiveCount = Field(default=128, description="Channels of the token decoder")
-    words_dropout: Fraction = Field(default=0.1, description="Dropout in the token decoder")
-    dvae_weight: OffNumber = Field(default=0.5, description="Weight of the VAE's squared error")
-    dvae_loss: Reduction = Field(
-        default="sum", description="Reduction of a frame's squared error: sum or mean over pixels"
-    )
-    dvae_checkpointing: bool = Field(
-        default=False, description="Recompute the VAE's decoder in backward: less memory, more time"
-    )
-    words_weight: OffNumber = Field(default=1.0, description="Weight of the tokens' cross-entropy")
-    words_loss: Reduction = Field(
-        default="mean", description="Reduction of a frame's cross-entropy: sum or mean over tokens"
-    )
+    word_side: Literal[4, 14] = setting(14, "Side of a token's patch in pixels; 14: one token per backbone patch")
+    words_blocks: OffCount = setting(4, "Blocks of the token decoder; 0: train the VAE only")
+    words_dim: PositiveCount = setting(128, "Channels of the token decoder")
+    words_dropout: Fraction = setting(0.1, "Dropout in the token decoder")
+    dvae_weight: OffNumber = setting(0.5, "Weight of the VAE's squared error")
+    dvae_loss: Reduction = setting("sum", "Reduction of a frame's squared error: sum or mean over pixels")
+    dvae_checkpointing: bool = setting(False, "Recompute the VAE's decoder in backward: less memory, more time")
+    words_weight: OffNumber = setting(1.0, "Weight of the tokens' cross-entropy")
+    words_loss: Reduction = setting("mean", "Reduction of a frame's cross-entropy: sum or mean over tokens")
 
 
 class WordsConfig(SlotContrastConfig):
