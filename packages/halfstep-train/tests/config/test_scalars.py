@@ -102,7 +102,7 @@ def test_a_duplicate_key_is_refused_with_both_lines() -> None:
         ("a: !!python/object/apply:os.system ['true']\n", r"a.yaml:1: the tag !!python/object/apply:os.system"),
         ("a: !secret 1\n", "a.yaml:1: the tag !secret"),
         ("? [1, 2]\n: 3\n", "a.yaml:1: a key must be text"),
-        ("a: &a\n  b: *a\n", "contains itself"),
+        ("a: &a\n  b: *a\n", "nested too deeply"),
         ("a: &a [1]\nb:\n  <<: *a\n", "merges mappings"),
     ],
 )

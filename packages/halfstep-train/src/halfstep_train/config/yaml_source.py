@@ -7,7 +7,6 @@ bounds, because a few lines of nested aliases could otherwise expand to gigabyte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,53 +146,34 @@ class Walk:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[tuple[str, ...], int] = {}
-        self.visited = 0
-        self.ancestors: list[yaml.Node] = []
+        self.num_visited = 0
 
-    def read_value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
-        self.enter(node)
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return self.read_mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
-                return [self.read_value(item, path) for item in node.value]
-            # Only unquoted text may turn into a number or a bool.
-            return Plain(node.value) if is_unquoted(node) else str(node.value)
-        finally:
-            self.ancestors.pop()
-
-    def enter(self, node: yaml.Node) -> None:
-        """Count a node and refuse cycles, sizes beyond the bounds, and tags."""
-        self.visited += 1
+    def read_value(self, node: yaml.Node, path: tuple[str, ...], depth: int = 0) -> object:
+        self.num_visited += 1
         line = node.start_mark.line + 1
-        # A node that is its own ancestor would expand forever.
-        if node in self.ancestors:
-            raise ConfigError(f"{self.name}:{line}: an anchor contains itself", fix="remove the alias inside it")
-        if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
+        # An anchor that contains itself ends here, too.
+        if self.num_visited > MAX_NODES or depth >= MAX_DEPTH:
             why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
             raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why, fix="use fewer aliases")
         if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
-        self.ancestors.append(node)
+        if isinstance(node, yaml.MappingNode):
+            return self.read_mapping(node, path, depth + 1)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read_value(item, path, depth + 1) for item in node.value]
+        # Only unquoted text may turn into a number or a bool.
+        return Plain(node.value) if is_unquoted(node) else str(node.value)
 
-    def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+    def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...], depth: int) -> dict[str, object]:
         values: dict[str, object] = {}
-        for key_node, value_node in node.value:
-            if is_merge(key_node):
-                for base in self.read_bases(value_node, path):
-                    # YAML's rule: the earlier of several merged mappings wins, and own keys win over all.
-                    values = {**base, **values}
-        return {**values, **self.read_own_values(node, path)}
-
-    def read_own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
-        """Read a mapping's own keys, without merged ones; refuse duplicates."""
-        own: dict[str, object] = {}
         first_lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            if is_merge(key_node):
-                continue
+        # YAML's rule: own keys win over merged mappings, which therefore come first.
+        for key_node, value_node in sorted(node.value, key=lambda pair: not is_merge(pair[0])):
             key, line = key_node.value, key_node.start_mark.line + 1
+            if is_merge(key_node):
+                values = self.read_bases(value_node, path, depth)
+                continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(
                     f"{self.name}:{line}: a key must be text, not a list or a mapping", fix="write `name: value`"
@@ -210,19 +190,21 @@ class Walk:
                     f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"
                 )
             first_lines[key] = self.lines[(*path, key)] = line
-            own[key] = self.read_value(value_node, (*path, key))
-        return own
+            values[key] = self.read_value(value_node, (*path, key), depth)
+        return values
 
-    def read_bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        for base in nodes:
-            values = self.read_value(base, path)
+    def read_bases(self, node: yaml.Node, path: tuple[str, ...], depth: int) -> dict[str, object]:
+        """Read what `<<` merges; the earlier of several mappings wins."""
+        merged: dict[str, object] = {}
+        for base in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            values = self.read_value(base, path, depth)
             if not isinstance(values, dict):
                 raise ConfigError(
                     f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}",
                     fix="name an anchor of a mapping: `<<: *NAME`",
                 )
-            yield values
+            merged = {**values, **merged}
+        return merged
 
 
 def is_merge(key_node: yaml.Node) -> bool:
