@@ -34,7 +34,7 @@ BLOCK_BYTES = 1 << 20
 """Bytes per CRC-32."""
 VERIFIED_BYTES = 4 << 30
 """Most bytes that are checked on opening; of a larger file this many, evenly spread (about one second per GB)."""
-VERIFY_THREADS = 4
+CRC_THREADS = 4
 ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
 
 
@@ -68,8 +68,7 @@ class CacheWriter:
     index: dict[str, Any]
 
     def __init__(self, path: Path, what: str, file: BinaryIO) -> None:
-        self._path, self._what, self._file = path, what, file
-        self._rest, self.crcs, self.num_bytes = bytearray(), list[int](), 0
+        self._path, self._what, self._file, self.num_bytes = path, what, file, 0
 
     def require_space(self, num_bytes: int) -> None:
         """Raise before any work if the disk has no room for about this many bytes."""
@@ -81,22 +80,13 @@ class CacheWriter:
             )
 
     def write(self, data: bytes) -> None:
-        self._rest += data
+        self._file.write(data)
         self.num_bytes += len(data)
-        while len(self._rest) >= BLOCK_BYTES:
-            self._write_block(BLOCK_BYTES)
-
-    def _write_block(self, length: int) -> None:
-        block = bytes(self._rest[:length])
-        self._file.write(block)
-        self.crcs.append(zlib.crc32(block))
-        del self._rest[:length]
 
     def finish(self, made_from: str) -> None:
-        if self._rest:
-            self._write_block(len(self._rest))
-        stored = {"index": self.index, "made_from": made_from, "num_bytes": self.num_bytes}
-        stored |= {"block_bytes": BLOCK_BYTES, "crcs": self.crcs}
+        self._file.flush()
+        crcs = _compute_crcs(Path(self._file.name), self.num_bytes)
+        stored = {"index": self.index, "made_from": made_from, "num_bytes": self.num_bytes, "crcs": crcs}
         text = json.dumps(stored).encode()
         self._file.write(text + TRAILER.pack(len(text), hashlib.sha256(text).digest()))
 
@@ -172,7 +162,10 @@ def open_cache(path: Path, what: str, *, verify_bytes: int = VERIFIED_BYTES) -> 
         if not _is_cache(path, what):
             raise ValueError("its first bytes are not those of such a file")
         stored = _read_index(path)
-        _verify(path, stored, verify_bytes)
+        # Every block of a small file, evenly spread ones of a large file.
+        step = max(1, -(-stored["num_bytes"] // verify_bytes))
+        if _compute_crcs(path, stored["num_bytes"], step) != stored["crcs"][::step]:
+            raise ValueError("its checksum does not match: it was modified, or the disk damaged it")
         return CacheFile(path=path, index=stored["index"], made_from=stored["made_from"], crcs=stored["crcs"])
     except (KeyError, OSError, struct.error, ValueError) as error:  # KeyError: of another version
         raise DataError(f"{path} is not a usable {what}", why=str(error), fix="delete it: it is rebuilt") from error
@@ -207,16 +200,9 @@ def _read_index(path: Path) -> dict[str, Any]:
     return stored
 
 
-def _verify(path: Path, stored: dict[str, Any], verify_bytes: int) -> None:
-    num_bytes, block_bytes, crcs = stored["num_bytes"], stored["block_bytes"], stored["crcs"]
+def _compute_crcs(path: Path, num_bytes: int, step: int = 1) -> list[int]:
+    """Return the CRC-32 of every `step`-th block of a file's data."""
     data: Any = np.memmap(path, dtype=np.uint8, mode="r", offset=DATA_AT, shape=(num_bytes,)) if num_bytes else b""
-    # Every block of a small file, evenly spread ones of a large file.
-    blocks = range(0, len(crcs), max(1, -(-num_bytes // max(1, verify_bytes))))
-
-    def compute_crc(block: int) -> int:
-        return zlib.crc32(data[block * block_bytes : (block + 1) * block_bytes])
-
-    with ThreadPoolExecutor(VERIFY_THREADS) as threads:  # zlib computes without the interpreter's lock
-        for block, found in zip(blocks, threads.map(compute_crc, blocks), strict=True):
-            if found != crcs[block]:
-                raise ValueError("its checksum does not match: it was modified, or the disk damaged it")
+    starts = range(0, num_bytes, step * BLOCK_BYTES)
+    with ThreadPoolExecutor(CRC_THREADS) as threads:  # zlib computes without the interpreter's lock
+        return list(threads.map(lambda start: zlib.crc32(data[start : start + BLOCK_BYTES]), starts))

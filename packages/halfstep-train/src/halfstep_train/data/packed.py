@@ -7,7 +7,7 @@ decodes and resizes without the interpreter's lock, so nothing is sent between p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,15 +104,23 @@ def _pack(folder: ImageFolder, settings: PackSettings, file: CacheWriter, progre
     file.require_space(len(paths) * settings.size**2 * 3)
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int]]] = []
-    for done, (number, outcome) in enumerate(_decode_all(folder, settings), start=1):
+
+    def read(number: int) -> tuple[Array, tuple[int, int]] | DataError:
+        """Return the pixels and the original size of an image, or the error of its file."""
+        try:
+            return _decode(paths[number], settings.size, is_whole=number < len(folder.train))
+        except DataError as error:
+            return error
+
+    workers = settings.workers or os.cpu_count() or 1
+    for number, outcome in enumerate(read_ahead(read, range(len(paths)), num_threads=workers)):
         if isinstance(outcome, DataError):
             bad_files.report(outcome)
         else:
-            pixels, size = outcome
-            file.write(pixels.tobytes())
-            rows.append((number, size))
+            file.write(outcome[0].tobytes())
+            rows.append((number, outcome[1]))
         if progress is not None:
-            progress(done, len(paths))
+            progress(number + 1, len(paths))
     num_train = sum(number < len(folder.train) for number, _ in rows)
     file.index = {
         "size": settings.size,
@@ -136,22 +144,10 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     return fingerprint_files(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
-def _decode_all(
-    folder: ImageFolder, settings: PackSettings
-) -> Iterator[tuple[int, tuple[Array, tuple[int, int]] | DataError]]:
-    """Yield, in order, each image's pixels and original size, or the error of its file."""
-    paths, num_train, size = folder.train.paths + folder.val.paths, len(folder.train), settings.size
-
-    def read(number: int) -> tuple[Array, tuple[int, int]] | DataError:
-        try:
-            with open_image_file(paths[number]) as file:
-                if number >= num_train:  # only the centre square, unstretched
-                    return crop_centre(file, size, 1.0), file.size
-                image = file.to_rgb(reduction=min(file.size) / size)
-                square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
-                return np.asarray(square), file.size
-        except DataError as error:
-            return error
-
-    workers = settings.workers or os.cpu_count() or 1
-    yield from enumerate(read_ahead(read, range(len(paths)), num_threads=workers))
+def _decode(path: Path, size: int, *, is_whole: bool) -> tuple[Array, tuple[int, int]]:
+    """Return an image as (size, size, 3), stretched if it is whole, else its centre square; and its original size."""
+    with open_image_file(path) as file:
+        if not is_whole:
+            return crop_centre(file, size, 1.0), file.size
+        image = file.to_rgb(reduction=min(file.size) / size)
+        return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)), file.size
