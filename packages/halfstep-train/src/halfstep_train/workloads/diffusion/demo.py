@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from halfstep_train.data.files import create_folder
-
-Array = np.ndarray[Any, Any]
+from halfstep_train.data.files import Array, create_folder
 
 NUM_IMAGES, SIDE = 240, 32
 SHAPES = ("cross", "disc", "square")

@@ -9,15 +9,12 @@ training and some to validation and test.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from halfstep_train.data.files import create_folder
+from halfstep_train.data.files import Array, create_folder
 from halfstep_train.workloads.radio.maps import get_public_split
-
-Array = np.ndarray[Any, Any]
 
 SIDE = 16
 NUM_MAPS = {"train": 80, "val": 6, "test": 6}

@@ -98,8 +98,7 @@ class SamplingEvaluation(RadioEvaluation):
         if options["steps"] is None and options["part"] == "val":
             return None
         tree = RadioTree.open(config.data)
-        split, bad_files = choose_split(config.data, tree), BadFiles(config.data.on_bad_file)
-        maps = open_split(config.data, tree, split, options["part"], bad_files)
+        maps = open_split(tree, choose_split(tree), options["part"], BadFiles(config.data.on_bad_file))
         self.num_scored = len(maps)
         denoising = Denoising(
             config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import BadFiles, list_some, require_folder, run_in_threads
-from halfstep_train.data.images import read_image, read_image_facts
+from halfstep_train.data.files import Array, BadFiles, list_some, require_folder, run_in_threads
+from halfstep_train.data.images import read_image, read_image_facts, to_bytes
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.radio.config import RadioDataConfig
@@ -67,8 +67,6 @@ def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
     found = {role: tuple(number for number in split.get(role, ()) if number in train) for role in others}
     return {role: numbers for role, numbers in found.items() if numbers}
 
-
-Array = np.ndarray[Any, Any]
 
 GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
 NUM_VERSIONS = 6
@@ -110,7 +108,7 @@ class RadioTree:
         for root in (folder, folder / "RadioMapSeer"):
             if (root / "gain").is_dir() and (root / "png").is_dir():
                 tree = cls(root=root, settings=settings)
-                tree.refuse_missing_folders()
+                tree._refuse_missing_folders()
                 return tree
         raise DataError(
             f"{folder} is not a RadioMapSeer folder",
@@ -128,15 +126,10 @@ class RadioTree:
         missing = self.settings.missing_buildings
         return self.root / "png" / (f"buildings_missing{missing}" if missing else "buildings_complete")
 
-    def refuse_missing_folders(self) -> None:
+    def _refuse_missing_folders(self) -> None:
         """Raise DataError if a folder that the settings need does not exist."""
-        png = self.root / "png"
-        for folder in (
-            self.gain_dir,
-            self.buildings_dir,
-            png / "antennas",
-            *([png / "cars"] if self.settings.cars else []),
-        ):
+        inputs = [self.root / "png" / name for name in ("antennas", "cars") if name != "cars" or self.settings.cars]
+        for folder in (self.gain_dir, self.buildings_dir, *inputs):
             if not folder.is_dir():
                 gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
                 raise DataError(
@@ -162,10 +155,8 @@ class RadioTree:
             missing += lacking
             complete += [] if lacking else [found]
         if missing:  # one error for all: a folder that lacks one antenna often lacks thousands
-            num, shown = (
-                len(pairs) - len(complete),
-                list_some(path.relative_to(self.root) for path in dict.fromkeys(missing)),
-            )
+            num = len(pairs) - len(complete)
+            shown = list_some(path.relative_to(self.root) for path in dict.fromkeys(missing))
             bad_files.report(
                 DataError(
                     f"{format_count(num, 'gain')} of {self.gain_dir} without an input: no {shown}",
@@ -177,15 +168,11 @@ class RadioTree:
 
     def get_sample(self, number: int, transmitter: int) -> RadioFiles:
         """Return the paths of one sample; they need not exist."""
-        if self.settings.missing_buildings:
-            versions = range(1, NUM_VERSIONS + 1)
-            buildings = tuple(self.buildings_dir / str(version) / f"{number}.png" for version in versions)
-        else:
-            buildings = (self.buildings_dir / f"{number}.png",)
+        versions = range(1, NUM_VERSIONS + 1) if self.settings.missing_buildings else ("",)
         return RadioFiles(
             number=number,
             transmitter=transmitter,
-            buildings=buildings,
+            buildings=tuple(self.buildings_dir / str(version) / f"{number}.png" for version in versions),
             antenna=self.root / "png" / "antennas" / f"{number}_{transmitter}.png",
             gain=self.gain_dir / f"{number}_{transmitter}.png",
             cars=self.root / "png" / "cars" / f"{number}.png" if self.settings.cars else None,
@@ -278,9 +265,7 @@ def read_antenna(path: Path, size: tuple[int, int]) -> Array:
 
 
 def _read_bytes(path: Path) -> Array:
-    pixels = np.array(read_image(path, channels=1)[..., 0])  # a copy: Pillow's array is read-only
-    # Images with more than 8 bits are read as floats in 0..1.
-    return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
+    return np.array(to_bytes(read_image(path, channels=1)[..., 0]))  # a copy: Pillow's array is read-only
 
 
 def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
@@ -302,12 +287,13 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
         if faults := [size for size in sizes.values() if isinstance(size, DataError)]:
             bad_files.report(faults[0])
         elif len(set(sizes.values())) > 1:
-            error = DataError(
-                f"images of one map differ in size: {', '.join(f'{path} is {sizes[path]}' for path in sizes)}",
-                why="a pixel of the inputs and of the gains must be the same place",
-                fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
+            bad_files.report(
+                DataError(
+                    f"images of one map differ in size: {', '.join(f'{path} is {sizes[path]}' for path in sizes)}",
+                    why="a pixel of the inputs and of the gains must be the same place",
+                    fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
+                )
             )
-            bad_files.report(error)
         else:
             usable.append(item)
     return tuple(usable)
@@ -337,64 +323,54 @@ def find_data(config: RunConfig) -> RadioData:
     assert isinstance(settings, RadioDataConfig)
     bad_files = BadFiles(settings.on_bad_file)
     tree = RadioTree.open(settings)
-    split = choose_split(settings, tree)
-    train, val = (open_split(settings, tree, split, role, bad_files) for role in ("train", "val"))
+    split = choose_split(tree)
+    train, val = (open_split(tree, split, role, bad_files) for role in ("train", "val"))
     sizes = ", ".join(
         f"{name} {format_count(len(part), 'sample')} of "
         f"{format_count(len({item.number for item in part.items}), 'map')}"
         for name, part in (("training", train), ("validation", val))
     )
-    name = "data.val_maps" if settings.val_maps else f"{SPLIT_NAMES[settings.split]}'s split"
     return RadioData(
         train=train,
         val=val,
-        about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{name}: {sizes}")),
+        about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{_name_split(settings)}: {sizes}")),
         notes=(*_describe_leaks(split), *bad_files.notes),
     )
 
 
-SPLIT_NAMES = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}
+def _name_split(settings: RadioDataConfig) -> str:
+    public = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}[settings.split]
+    return "data.val_maps" if settings.val_maps else f"{public}'s split"
 
 
-def choose_split(settings: RadioDataConfig, tree: RadioTree) -> Split:
+def choose_split(tree: RadioTree) -> Split:
     """Return the split, restricted to the maps that exist."""
-    here = tree.list_map_numbers()
+    settings, here = tree.settings, tree.list_map_numbers()
     if settings.val_maps:
-        if strange := sorted({*settings.val_maps, *settings.test_maps} - set(here)):
+        held_out = {*settings.val_maps, *settings.test_maps}
+        if strange := sorted(held_out - set(here)):
             raise DataError(
                 f"no map {list_some(strange)} in {tree.gain_dir}",
                 why="data.val_maps or data.test_maps names it",
                 fix=f"there are {list_some(here)}",
             )
-        held_out = {*settings.val_maps, *settings.test_maps}
-        return {
-            "train": tuple(number for number in here if number not in held_out),
-            "val": settings.val_maps,
-            "test": settings.test_maps,
-        }
-    present = set(here)
+        train = tuple(number for number in here if number not in held_out)
+        return {"train": train, "val": settings.val_maps, "test": settings.test_maps}
     named = get_public_split(settings.split, settings.simulation)
-    return {role: tuple(number for number in numbers if number in present) for role, numbers in named.items()}
+    return {role: tuple(number for number in numbers if number in here) for role, numbers in named.items()}
 
 
-def open_split(settings: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
+def open_split(tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
     """Open the maps of a role (training, validation or test); raise DataError if there are none."""
-    numbers = split[role]
+    settings, numbers = tree.settings, split[role]
     found = check_pictures(tree.list_samples(numbers, bad_files=bad_files), bad_files)
     if not found:
         here = tree.list_map_numbers()
-        whose = (
-            "by data.val_maps and data.test_maps" if settings.val_maps else f"in {SPLIT_NAMES[settings.split]}'s split"
-        )
-        none = f"none of its {format_count(len(here), 'map')} ({list_some(here)}) is one {whose}"
-        left_out = f"files were left out: {list_some(error.what for error in bad_files.skipped)}"
-        raise DataError(
-            f"no {ROLE_NAMES[role]} map in {tree.gain_dir}",
-            why=left_out if numbers else none,
-            fix="name them when training: data.test_maps=[...]"
-            if role == "test"
-            else "name maps yourself: data.val_maps=[...]",
-        )
+        why = f"none of its {format_count(len(here), 'map')} ({list_some(here)}) is one of {_name_split(settings)}"
+        if numbers:
+            why = f"files were left out: {list_some(error.what for error in bad_files.skipped)}"
+        fix = f"name maps yourself, when training: data.{'test' if role == 'test' else 'val'}_maps=[...]"
+        raise DataError(f"no {ROLE_NAMES[role]} map in {tree.gain_dir}", why=why, fix=fix)
     return RadioMaps(found, size=(settings.image_size, settings.image_size))
 
 
