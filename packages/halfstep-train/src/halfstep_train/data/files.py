@@ -98,6 +98,12 @@ def require_folder(folder: str | Path | None, *, or_file: bool = False) -> Path:
 
 def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
     """Return, in order, `work` of every item or its DataError; Pillow decodes without the interpreter's lock."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(return_errors(work), items))
+
+
+def return_errors(work: Callable[[Item], Result]) -> Callable[[Item], Result | DataError]:
+    """Return `work` such that it returns its DataErrors: the first one raised would hide those of the other files."""
 
     def attempt(item: Item) -> Result | DataError:
         try:
@@ -105,9 +111,7 @@ def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> lis
         except DataError as error:
             return error
 
-    # Errors are returned, not raised: the first one would hide those of the other files.
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(attempt, items))
+    return attempt
 
 
 def count_held_out(num_items: int, fraction: float) -> int:

@@ -281,31 +281,24 @@ def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
     yield divided
     yield [Layout(name="", train=asked.make_names(images, masks), val=own) for images, masks in pairs]
     for part in TRAIN_NAMES:
-        for inside in _list_orders(*pairs[0]):
-            both = [_join_part(images, masks, part, inside=inside) for images, masks in pairs]
-            yield [Layout(name="", train=asked.make_names(*names), val=own) for names in both]
+        for order in _list_orders(*pairs[0]):
+            names = [asked.make_names(order.format(part, images), order.format(part, masks)) for images, masks in pairs]
+            yield [Layout(name="", train=train, val=own) for train in names]
 
 
 def _list_divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     """Yield `train/images` with `val/images`, `images/train` with `images/val`; the first validation split counts."""
-    for inside in _list_orders(images, masks):
+    for order in _list_orders(images, masks):
         for other in VALIDATION_NAMES:
-            val = _join_part(images, masks, other, inside=inside)
+            val = order.format(other, images), order.format(other, masks)
             if all((root / NamePattern(f"{name}/").base).is_dir() for name in val):
-                yield _join_part(images, masks, part, inside=inside), val
+                yield (order.format(part, images), order.format(part, masks)), val
                 break
 
 
-def _join_part(images: str, masks: str, part: str, *, inside: bool) -> tuple[str, str]:
-    if inside:
-        return f"{part}/{images}", f"{part}/{masks}"
-    return f"{images}/{part}", f"{masks}/{part}"
-
-
-def _list_orders(images: str, masks: str) -> tuple[bool, ...]:
-    """Return whether to try folders inside a split (`train/images`) and splits inside folders; patterns only the
-    former."""
-    return (True,) if ID in images + masks else (True, False)
+def _list_orders(images: str, masks: str) -> tuple[str, ...]:
+    """Return how split and folder are joined: `train/images`, and unless they are patterns `images/train`."""
+    return ("{0}/{1}",) if ID in images + masks else ("{0}/{1}", "{1}/{0}")
 
 
 def _keep_existing_validation(root: Path, layout: Layout) -> Layout:

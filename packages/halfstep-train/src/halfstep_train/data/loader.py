@@ -171,7 +171,7 @@ class Loader:
         """Return the batches of an epoch from `start_batch` on. Use one iterator at a time: workers are reused."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
         if implements(self._fetch.samples, WholeBatches):
-            return self._check(read_ahead(self._fetch.make_whole, self._order, num_threads=max(1, self.num_workers)))
+            return self._check(read_ahead(self._fetch.__getitems__, self._order, num_threads=max(1, self.num_workers)))
         self._workers = self._workers or self._start()
         with warnings.catch_warnings():
             # Workers are forked before they start threads and touch none of our locks; Python 3.12 warns anyway.
@@ -260,28 +260,19 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         self.samples, self.seed = samples, seed
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
-        indices = [index for _, index in keys]
+        indices, epoch = torch.tensor([index for _, index in keys]), keys[0][0]
         try:
-            batch = self._make(indices, keys[0][0])
+            if implements(self.samples, WholeBatches):
+                batch = self.samples.make_batch(indices, seed=self.seed, epoch=epoch)
+                return pin_batch(batch | {"index": indices})
+            if implements(self.samples, WorkerBatches):
+                batch = self.samples.fill_batch(indices.tolist(), seed=self.seed, epoch=epoch)
+            else:
+                rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for _, index in keys]
+                batch = default_collate(rows)  # in a worker, straight into shared memory
         except HalfstepError as error:
             return error
-        return batch | {"index": torch.tensor(indices)}
-
-    def _make(self, indices: list[int], epoch: int) -> Batch:
-        if implements(self.samples, WorkerBatches):
-            return self.samples.fill_batch(indices, seed=self.seed, epoch=epoch)
-        rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for index in indices]
-        return default_collate(rows)  # in a worker, straight into shared memory
-
-    def make_whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
-        """Return a whole batch from samples that implement `WholeBatches`."""
-        assert implements(self.samples, WholeBatches)
-        indices = torch.tensor([index for _, index in keys])
-        try:
-            batch = self.samples.make_batch(indices, seed=self.seed, epoch=keys[0][0])
-        except HalfstepError as error:
-            return error
-        return pin_batch(batch | {"index": indices})
+        return batch | {"index": indices}
 
 
 def _allow_more_workers_than_cores() -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from halfstep.errors import DataError
 from halfstep_train.data.cache_file import CacheFile, CacheWriter, fingerprint_files, open_or_write
-from halfstep_train.data.files import Array, BadFiles, OnBadFile
+from halfstep_train.data.files import Array, BadFiles, OnBadFile, return_errors
 from halfstep_train.data.image_folder import ImageFolder, refuse_lost_classes
 from halfstep_train.data.image_samples import REDUCING_GAP, StoredImages, crop_centre
 from halfstep_train.data.images import open_image_file
@@ -104,14 +104,7 @@ def _pack(folder: ImageFolder, settings: PackSettings, file: CacheWriter, progre
     file.require_space(len(paths) * settings.size**2 * 3)
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int]]] = []
-
-    def read(number: int) -> tuple[Array, tuple[int, int]] | DataError:
-        """Return the pixels and the original size of an image, or the error of its file."""
-        try:
-            return _decode(paths[number], settings.size, is_whole=number < len(folder.train))
-        except DataError as error:
-            return error
-
+    read = return_errors(lambda k: _decode(paths[k], settings.size, is_whole=k < len(folder.train)))
     workers = settings.workers or os.cpu_count() or 1
     for number, outcome in enumerate(read_ahead(read, range(len(paths)), num_threads=workers)):
         if isinstance(outcome, DataError):

@@ -48,7 +48,6 @@ from halfstep_train.workloads.language.tokenizers import Characters, Tokenizer, 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
 """Read only if a folder has no prose: otherwise such files are scripts or pages about the texts."""
-BYTE_ORDER_MARK = "\ufeff"
 NO_WORD = re.compile(r"[\W_\d]+")
 
 
@@ -115,7 +114,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
 def read_text(path: Path) -> str:
     """Return the text of a file; raise DataError if it is empty or not UTF-8."""
     try:
-        text = path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         likely = "utf-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
         raise DataError(

@@ -86,14 +86,7 @@ def open_each(
     open_one: Callable[[Source], Video | None], sources: Iterable[Source], where: str, bad_files: BadFiles
 ) -> list[Video]:
     """Open a video from each source that holds one; report those that cannot be used."""
-    found = []
-    for source in sources:
-        try:
-            video = open_one(source)
-        except DataError as error:
-            bad_files.report(error)
-        else:
-            found += [video] if video is not None else []
+    found = [video for _, video in bad_files.try_each(open_one, list(sources)) if video is not None]
     if not found:
         raise DataError(
             f"no video is in {where}",
