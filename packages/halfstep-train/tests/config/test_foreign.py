@@ -32,7 +32,7 @@ class Family:
     def get_schema(self, workload: str) -> type[RunConfig]:
         return RunConfig
 
-    def translate_config(self, document: Mapping[str, Any], name: str) -> Foreign | None:
+    def translate_config(self, document: Mapping[str, Any]) -> Foreign | None:
         if document.get("experiment") != "moons":
             return None
         return Foreign(

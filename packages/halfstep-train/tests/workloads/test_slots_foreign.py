@@ -279,7 +279,7 @@ def translate_words(path: str = "", value: Any = None) -> Foreign:
         section = section[parent]
     if name:
         section[name] = value
-    found = translate_config(document, "words.yaml")
+    found = translate_config(document)
     assert found is not None
     return found
 

@@ -37,7 +37,7 @@ class Foreign:
 
 
 class Translator(Protocol):
-    def translate_config(self, document: Mapping[str, Any], name: str) -> Foreign | None: ...
+    def translate_config(self, document: Mapping[str, Any]) -> Foreign | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def claim_document(
 ) -> tuple[dict[str, Any], Foreign] | None:
     """Apply overrides in the file's keys; return its values and the first family's translation of them."""
     values = resolve_document(apply_overrides(document.values, overrides))
-    found = next((f for family in families if (f := family.translate_config(values, document.name)) is not None), None)
+    found = next((f for family in families if (f := family.translate_config(values)) is not None), None)
     return None if found is None else (values, found)
 
 

@@ -345,10 +345,9 @@ def note_scaled_rate(config: RunConfig) -> list[str]:
     optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
     if not optimizer.lr_per:
         return []
-    scaled = (
-        f"{optimizer.compute_peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
-    )
-    return [f"learning rate {scaled} samples per step (optimizer.lr_per=0 switches this scaling off)"]
+    scaled = f"{optimizer.lr:g} × {samples} / {optimizer.lr_per} samples per step"
+    rate = optimizer.compute_peak_lr(samples)
+    return [f"learning rate {rate:.4g} = optimizer.lr {scaled} (optimizer.lr_per=0 switches this scaling off)"]
 
 
 def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:

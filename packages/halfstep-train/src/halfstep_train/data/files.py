@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import random
@@ -94,6 +95,14 @@ def require_folder(folder: str | Path | None, *, or_file: bool = False) -> Path:
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
         )
     return root
+
+
+def import_optional(package: str, needed_by: str, fix: str) -> Any:
+    """Import a package that only some data need."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DataError(f"{needed_by} needs the package {package}", why="it is not installed", fix=fix) from error
 
 
 def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:

@@ -62,11 +62,6 @@ class Listing:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def name_of(self, index: int) -> str:
-        """Return class folder and file name."""
-        path = self.paths[index]
-        return make_printable(f"{path.parent.name}/{path.name}")
-
     def drop(self, bad: set[Path]) -> Listing:
         """Return the listing without some files."""
         kept = [(p, label) for p, label in zip(self.paths, self.labels, strict=True) if p not in bad]

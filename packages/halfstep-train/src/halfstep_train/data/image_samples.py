@@ -120,10 +120,6 @@ class StoredImages:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def name_of(self, index: int) -> str:
-        """Return the file that image `index` was made from; empty if there is none."""
-        return make_printable(self.names[index]) if self.names else ""
-
 
 class _StoredSamples:
     """Samples of stored images by index; subclasses make whole batches."""
@@ -134,7 +130,7 @@ class _StoredSamples:
         return len(self.images)
 
     def name_of(self, index: int) -> str:
-        return self.images.name_of(index)
+        return make_printable(self.images.names[index]) if self.images.names else ""
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         return take_first(self.make_batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
@@ -204,7 +200,8 @@ class _FileSamples:
         return len(self.listing)
 
     def name_of(self, index: int) -> str:
-        return self.listing.name_of(index)
+        path = self.listing.paths[index]
+        return make_printable(f"{path.parent.name}/{path.name}")
 
     def files(self) -> tuple[Path, ...]:
         return self.listing.paths
@@ -269,10 +266,12 @@ class EvaluationFiles(_FileSamples):
 
 
 def crop_centre(file: ImageFile, size: int, share: float) -> Array:
-    """Return the centre square of an image at (size, size); its side is `share` of the shorter side."""
+    """Return the centre square of an image at (size, size), antialiased; its side is `share` of the shorter side."""
     (box,) = make_centre_boxes(np.array([file.size]), share)
     image, box = decode_for_crop(file, box, size)
-    return np.array(shrink_crop(image, box, size))
+    left, top, right, bottom = (float(edge) for edge in box)
+    inside = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
+    return np.array(image.resize((size, size), Image.Resampling.BILINEAR, box=inside, reducing_gap=REDUCING_GAP))
 
 
 def decode_for_crop(file: ImageFile, box: Array, size: int) -> tuple[Image.Image, Array]:
@@ -283,10 +282,3 @@ def decode_for_crop(file: ImageFile, box: Array, size: int) -> tuple[Image.Image
         return image, box
     scale = np.array(image.size * 2, dtype=np.float32) / np.array(file.size * 2, dtype=np.float32)
     return image, box * scale
-
-
-def shrink_crop(image: Image.Image, box: Array, size: int) -> Image.Image:
-    """Return the box of an image at (size, size), antialiased."""
-    left, top, right, bottom = (float(edge) for edge in box)
-    inside = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=inside, reducing_gap=REDUCING_GAP)

@@ -41,10 +41,8 @@ def read_labels(
     for number, row in _iterate_rows(table):
         if rows == 0 and not column and _has_class_folders_instead(row, folder):
             return None
-        label, path = (
-            _read_label(table, number, row, [column] if column else usual),
-            _find_image(table, number, row, root),
-        )
+        label = _read_label(table, number, row, [column] if column else usual)
+        path = _find_image(table, number, row, root)
         rows += 1
         if path.resolve().is_relative_to(inside):
             found.setdefault(label, []).append(path)
@@ -54,10 +52,8 @@ def read_labels(
             why="these are captions, not classes",
             fix="name the column with the classes: data.label_column=NAME",
         )
-    return {
-        name: sorted(found[name], key=lambda p: make_natural_key(str(p)))
-        for name in sorted(found, key=make_natural_key)
-    }
+    in_order = sorted(found, key=make_natural_key)
+    return {name: sorted(found[name], key=lambda path: make_natural_key(str(path))) for name in in_order}
 
 
 def find_table(folder: Path, root: Path) -> Path | None:

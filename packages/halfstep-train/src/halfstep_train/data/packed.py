@@ -104,9 +104,12 @@ def _pack(folder: ImageFolder, settings: PackSettings, file: CacheWriter, progre
     file.require_space(len(paths) * settings.size**2 * 3)
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int]]] = []
-    read = return_errors(lambda k: _decode(paths[k], settings.size, is_whole=k < len(folder.train)))
+
+    def decode(number: int) -> tuple[Array, tuple[int, int]]:
+        return _decode(paths[number], settings.size, is_whole=number < len(folder.train))
+
     workers = settings.workers or os.cpu_count() or 1
-    for number, outcome in enumerate(read_ahead(read, range(len(paths)), num_threads=workers)):
+    for number, outcome in enumerate(read_ahead(return_errors(decode), range(len(paths)), num_threads=workers)):
         if isinstance(outcome, DataError):
             bad_files.report(outcome)
         else:

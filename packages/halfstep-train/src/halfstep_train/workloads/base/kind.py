@@ -241,9 +241,9 @@ class Kind:
     def describe_sample_size(self, config: RunConfig) -> str:
         return str(load_part(self.sample.size)(config)) if self.sample.size else ""
 
-    def translate_config(self, document: Mapping[str, Any], name: str) -> Foreign | None:
+    def translate_config(self, document: Mapping[str, Any]) -> Foreign | None:
         """Translate another project's config if the family knows that project, else return None."""
-        return load_part(self.foreign)(document, name) if self.foreign else None
+        return load_part(self.foreign)(document) if self.foreign else None
 
 
 SYNTHETIC = SyntheticData(

@@ -139,8 +139,6 @@ def _note_unvalidated(folder: ImageFolder) -> list[str]:
     """Return a note about classes without validation images."""
     seen = set(folder.val.labels)
     missing = [name for number, name in enumerate(folder.classes) if number not in seen]
-    return (
-        [f"no validation image of {list_some(missing, 10)}: these classes are not evaluated"]
-        if missing and seen
-        else []
-    )
+    if not (missing and seen):
+        return []
+    return [f"no validation image of {list_some(missing, 10)}: these classes are not evaluated"]

@@ -284,9 +284,8 @@ def find_token_files(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]] | 
     binary = sorted(root.glob("*.bin"), key=lambda path: make_natural_key(path.name))
     train = tuple(path for path in binary if "train" in path.name)
     val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
-    has_texts = not val and any(
-        path.suffix.lower() in PROSE for path in root.iterdir()
-    )  # a .bin among texts is something else
+    # A .bin among texts is something else.
+    has_texts = not val and any(path.suffix.lower() in PROSE for path in root.iterdir())
     if binary and not train and not has_texts:
         raise DataError(
             f"{root} has {binary[0].name} but no training file",

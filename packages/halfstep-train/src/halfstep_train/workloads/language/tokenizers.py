@@ -16,7 +16,7 @@ import numpy as np
 
 from halfstep.disk import parse_json
 from halfstep.errors import DataError, suggest_install, suggest_nearest, summarise_error
-from halfstep_train.data.files import Array
+from halfstep_train.data.files import Array, import_optional
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """Tokens that mark the end of a document."""
@@ -114,14 +114,9 @@ class Bpe:
     """A tokenizer of Hugging Face's package `tokenizers`, from the text of a tokenizer.json: BPE or another model."""
 
     def __init__(self, text: str, *, source: str = "the run's tokenizer") -> None:
+        tokenizers = import_optional("tokenizers", source, suggest_install("tokenizers"))
         try:
-            from tokenizers import Tokenizer as Loaded
-        except ImportError as error:
-            raise DataError(
-                f"{source} needs the package tokenizers", why="it is not installed", fix=suggest_install("tokenizers")
-            ) from error
-        try:
-            self.loaded = Loaded.from_str(text)
+            self.loaded = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises bare exceptions
             raise DataError(
                 f"cannot read the tokenizer {source}", why=summarise_error(error), fix="give a tokenizer.json"
@@ -137,15 +132,13 @@ class Bpe:
     @classmethod
     def from_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
         """Read the two files of GPT-2's original tokenizer."""
-        from tokenizers import Tokenizer as Loaded
-        from tokenizers import decoders, models, pre_tokenizers
-
+        tokenizers = import_optional("tokenizers", str(vocab), suggest_install("tokenizers"))
         try:
-            loaded = Loaded(models.BPE.from_file(str(vocab), str(merges)))
+            loaded = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
         except Exception as error:
             raise DataError(f"cannot read {vocab} and {merges}", why=summarise_error(error)) from error
-        loaded.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        loaded.decoder = decoders.ByteLevel()
+        loaded.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        loaded.decoder = tokenizers.decoders.ByteLevel()
         loaded.add_special_tokens([name for name in END_NAMES if loaded.token_to_id(name) is not None])
         return cls(loaded.to_str(), source=str(vocab))
 
@@ -183,14 +176,8 @@ class Tiktoken:
     """An encoding of OpenAI's package tiktoken, which downloads it or finds it in its cache."""
 
     def __init__(self, encoding: str) -> None:
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise DataError(
-                f"data.tokenizer={TIKTOKEN}{encoding} needs the package tiktoken",
-                why="it is not installed",
-                fix="pip install tiktoken, or data.tokenizer=FOLDER/tokenizer.json",
-            ) from error
+        fix = "pip install tiktoken, or data.tokenizer=FOLDER/tokenizer.json"
+        tiktoken = import_optional("tiktoken", f"data.tokenizer={TIKTOKEN}{encoding}", fix)
         try:
             self.loaded = tiktoken.get_encoding(encoding)
         except ValueError as error:

@@ -33,7 +33,6 @@ from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, 
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
     add_latents,
-    dump_sizes,
     get_latent_shape,
     get_reduction,
     measure_scale,
@@ -263,7 +262,7 @@ RadioConfig = RadioDiffConfig | RadioVaeConfig
 
 
 def make_random_store(config: RadioConfig) -> dict[str, Any]:
-    sizes = dump_sizes(config.model.first_stage)
+    sizes = config.model.first_stage.model_dump(mode="json")
     return {"sizes": sizes, "scale_factor": 1.0, "image_size": config.data.image_size}
 
 

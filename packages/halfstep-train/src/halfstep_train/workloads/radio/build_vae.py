@@ -26,7 +26,6 @@ from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_MAPS,
-    dump_sizes,
     get_latent_shape,
     get_reduction,
     load_vae_,
@@ -56,7 +55,7 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
 
 def build_model(config: RadioVaeConfig) -> VaeNet:
     """Build the autoencoder and, if it takes part in training, its discriminator."""
-    sizes = dump_sizes(config.model.first_stage)
+    sizes = config.model.first_stage.model_dump(mode="json")
     divide_side(config.data.image_size, get_reduction(sizes), LEVELS_HALVE)
     vae, critic = RadioVAE(config.model.first_stage), None
     if has_critic(config):
@@ -87,7 +86,7 @@ def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Wor
         fragile=FRAGILE,
         blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
-        store={"sizes": dump_sizes(config.model.first_stage), "image_size": config.data.image_size},
+        store={"sizes": config.model.first_stage.model_dump(mode="json"), "image_size": config.data.image_size},
         notes=data.notes,
         val_names=data.list_val_names(),
         about=(*data.about, *_describe_critic(config)),
@@ -114,7 +113,7 @@ class MapVaeTrainer(VaeTrainer):
         critic = Critic(start=settings.start, weight=settings.weight, scales=(1 / side, float(side)))
         super().__init__(
             phase="autoencoder",
-            latent_shape=get_latent_shape(dump_sizes(config.model.first_stage), side),
+            latent_shape=get_latent_shape(config.model.first_stage.model_dump(mode="json"), side),
             kl_weight=config.model.kl_weight,
             critic=critic if has_critic(config) else None,
         )

@@ -46,10 +46,6 @@ class FirstStage:
     """The latent scale that its run measured; None if it was loaded from a bare weights file."""
 
 
-def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
-
-
 def get_reduction(sizes: Mapping[str, Any]) -> int:
     """Return how many pixels of a map one position of its latent covers, along one side."""
     return int(2 ** (len(sizes["multipliers"]) - 1))
@@ -92,7 +88,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
         path, facts = folder / WEIGHTS, _read_facts(folder / FACTS)
     else:
         # A bare file has no sizes: the config gives them, and the scale is measured from the data.
-        facts = {"sizes": dump_sizes(config.model.first_stage), "scale_factor": None}
+        facts = {"sizes": config.model.first_stage.model_dump(mode="json"), "scale_factor": None}
     vae = RadioVAE(FirstStageConfig(**facts["sizes"]))
     load_vae_(vae, str(path))
     return FirstStage(
@@ -104,7 +100,10 @@ def _read_facts(path: Path) -> dict[str, Any]:
     """Read the sizes and the latent scale of an exported first stage."""
     try:
         found = parse_json(path.read_text())
-        return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
+        return {
+            "sizes": FirstStageConfig(**found["sizes"]).model_dump(mode="json"),
+            "scale_factor": found["scale_factor"],
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"cannot read {path}: {error}", why="it contains the size of the autoencoder", fix="export the run again"

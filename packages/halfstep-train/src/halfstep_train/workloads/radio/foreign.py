@@ -110,7 +110,7 @@ BUILT: Mapping[str, Any] = {
 """Values of public keys that are supported; any other value selects a method that is not implemented."""
 
 
-def translate_config(document: Mapping[str, Any], name: str) -> Foreign | None:
+def translate_config(document: Mapping[str, Any]) -> Foreign | None:
     """Translate a RadioDiff config; return None for other documents.
 
     Stage 2 has a U-Net and a first stage in `model`; stage 1 has LDM's `ddconfig` and `lossconfig` there.

@@ -279,9 +279,8 @@ def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], n
         array = to_bytes(array)
     elif array.dtype == np.uint8:
         array = array.astype(np.float32) / 255
-    return np.array(
-        np.moveaxis(resize_image(array, image.size), -1, 0), order="C"
-    )  # a copy: Pillow's array is read-only
+    # A copy: Pillow's array is read-only.
+    return np.array(np.moveaxis(resize_image(array, image.size), -1, 0), order="C")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

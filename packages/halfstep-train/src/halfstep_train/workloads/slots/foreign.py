@@ -120,7 +120,7 @@ SETTINGS: dict[str, tuple[str, Any]] = {
 """Our settings: their key, and the value that upstream uses without it (None: ours)."""
 
 
-def translate_config(document: Mapping[str, Any], name: str) -> Foreign | None:
+def translate_config(document: Mapping[str, Any]) -> Foreign | None:
     """Translate a config of SlotContrast or its fork; return None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():

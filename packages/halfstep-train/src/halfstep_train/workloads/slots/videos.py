@@ -42,6 +42,7 @@ from halfstep_train.data.files import (
     Array,
     BadFiles,
     count_held_out,
+    import_optional,
     list_files,
     list_folders,
     list_some,
@@ -356,14 +357,7 @@ def _iterate_frames(path: Path) -> Iterator[Array]:
 
 
 def _decode(path: Path) -> Iterator[Array]:
-    try:
-        import av
-    except ImportError as error:
-        raise DataError(
-            f"{path} needs PyAV to be decoded",
-            why="av is not installed",
-            fix="pip install av, or save the frames as images: one folder per video",
-        ) from error
+    av = import_optional("av", str(path), "pip install av, or save the frames as images: one folder per video")
     with av.open(str(path)) as container:
         for frame in container.decode(video=0):
             yield frame.to_ndarray(format="rgb24")
