@@ -1,4 +1,4 @@
-"""What `halfstep guide` concludes from facts: data, memory, batch, learning rate, workers, and the file it writes."""
+"""What `halfstep guide` concludes from facts: data, memory, batch, learning rate, and the file it writes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from halfstep_train.guide.suggest import (
     Situation,
     choose_batch,
     choose_learning_rate,
-    choose_workers,
-    estimate_duration,
-    estimate_rate,
+    describe_length,
     make_suggestions,
 )
 from halfstep_train.run.memory.sizing import StepCost, predict_step_cost
@@ -94,7 +92,7 @@ def a_look(num_train: int = 100_000, *, num_val: int = 10, sides: Any = None, st
         store=store or {"classes": ["bird", "cat"]},
         sides=sides,
     )
-    return DataSummary(folder=Path("/data"), opened=opened, **{"decoded_per_s": 100.0, **more})
+    return DataSummary(folder=Path("/data"), opened=opened, **more)
 
 
 def situation(**changes: Any) -> Situation:
@@ -102,7 +100,6 @@ def situation(**changes: Any) -> Situation:
         workload="resnet18",
         goal="fast",
         hardware=AMPERE,
-        num_cores=8,
         data=a_look(),
         data_dir="/data",
         device=None,
@@ -127,7 +124,6 @@ def test_a_class_folder_is_counted_read_and_shown(tmp_path: Path) -> None:
     write_classes(tmp_path / "val", {"bird": 2, "cat": 2})
     look = inspect_data("resnet18", tmp_path)
     assert (look.num_train, look.num_val, look.opened.classes, look.opened.counts) == (43, 4, ("bird", "cat"), (3, 40))
-    assert look.decoded_per_s > 1
     shown = dict(describe_data(look))
     assert shown["classes"] == "2: bird (3), cat (40)"
     assert "13 times" in shown["balance"]
@@ -195,7 +191,7 @@ def test_videos_are_cut_into_clips_and_what_training_needs_is_pointed_out(
     facts = dict(make_suggestions(asked)[0].facts)
     assert remark in facts.get("backbone", "")
     many = dataclasses.replace(asked, data=a_look(store=found.opened.store))
-    assert "00,000 steps" in dict(make_suggestions(many)[0].facts)["time"], "max_steps ends it, not the epochs"
+    assert describe_length(make_suggestions(many)[0].config, 100_000).endswith("00,000 steps"), "max_steps ends it"
     on_cpu = make_suggestions(dataclasses.replace(asked, hardware=UNTRACED_CPU))[0]
     assert on_cpu.config.data.image_size == 64
 
@@ -247,7 +243,7 @@ def test_half_precision_and_recomputing_save_memory() -> None:
     assert [one.predict_bytes(8) for one in shared] == [full.predict_bytes(8), recomputed.predict_bytes(8)]
 
 
-# Batch, learning rate, workers.
+# Batch and learning rate.
 
 
 def test_the_batch_keeps_the_recipe_where_it_fits() -> None:
@@ -296,38 +292,6 @@ def test_the_learning_rate_follows_the_batch_by_a_rule_that_is_shown(
     assert said.optimizer.compute_peak_lr(samples) == pytest.approx(peak)
 
 
-def rate(**changes: Any) -> float | None:
-    return estimate_rate(situation(**changes), CHEAP, "bf16")
-
-
-def test_workers_follow_the_best_rate_that_was_measured() -> None:
-    # 100 TFLOPS over 1e10 operations a sample are 10,000 samples/s; one process reads 100.
-    paths, (_, shown) = choose_workers(situation(), config(), rate())
-    assert paths == {"data.num_workers": 8}
-    assert "at most 10,000 samples/s (an estimate" in shown
-    assert "halfstep pack /data" in shown
-    quick = situation(data=a_look(decoded_per_s=4000.0))
-    paths, (_, shown) = choose_workers(quick, config(), rate())
-    assert paths == {"data.num_workers": 3}
-    assert "halfstep pack" not in shown
-    unmeasured = rate(hardware=look_up_gpu("a100"))
-    assert choose_workers(situation(), config(), unmeasured)[0] == {"data.num_workers": 8}
-
-
-def test_the_time_adds_validation_and_follows_the_slower_of_computing_and_reading() -> None:
-    start = config(**{"data.num_workers": 4, "train.epochs": 100})
-    quick = situation(data=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
-    (_, shown), *_ = estimate_duration(quick, start, 1000.0)
-    # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
-    assert shown == "at least 3 h 3 min for 100 epochs, probably a few times as long (an estimate)"
-    reading = situation(data=a_look(100_000, num_val=0, decoded_per_s=100.0))
-    (_, shown), *_ = estimate_duration(reading, start, 1000.0)
-    assert "at least 6 h 57 min" in shown, "four workers read 400/s, which is slower than the device"
-    on_cpu = dataclasses.replace(reading, hardware=CPU, num_cores=4)
-    (_, shown), *_ = estimate_duration(on_cpu, start, 1000.0)
-    assert "at least 9 h 43 min" in shown, "on a CPU both take the same cores"
-
-
 # Suggestions.
 
 
@@ -351,13 +315,6 @@ def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Pat
         path.write_text(one.to_yaml())
         assert load(str(path)).config == one.config
         assert one.config.precision.default == ("fp32" if one.name == "stable" else "bf16")
-
-
-def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ORDER, "fast", ("fast",))
-    facts = dict(make_suggestions(situation())[0].facts)
-    assert "matmul 10.0x" in facts["speed"]
-    assert "a whole training step gains less" in facts["speed"]
 
 
 def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:

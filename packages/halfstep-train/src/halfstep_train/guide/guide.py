@@ -208,15 +208,11 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
 
     `scratch` is a folder for demo data and pictures that the caller removes; `device` is as given by the user.
     """
-    num_cores = count_cores()
-    show_machine(console, hardware, num_cores)
+    show_machine(console, hardware)
     workload = _ask_workload(asker, hardware)
     data_dir, data = _ask_data(asker, console, workload, scratch)
     goal = asker.ask(GOAL, str)
-    situation = Situation(
-        workload=workload, goal=goal, hardware=hardware, num_cores=num_cores, data=data, data_dir=data_dir,
-        device=device,
-    )  # fmt: skip
+    situation = Situation(workload=workload, goal=goal, hardware=hardware, data=data, data_dir=data_dir, device=device)
     chosen = _ask_choice(asker, console, situation)
     name = Path(f"{workload}-{chosen.name}.yaml")
     asked = dataclasses.replace(FILE, default=str(find_unused_path(name, ".yaml")))
@@ -301,11 +297,11 @@ def _get_grid_path(scratch: Path) -> Path:
     return scratch / "samples.png"
 
 
-def show_machine(console: Console, hardware: Hardware, num_cores: int) -> None:
+def show_machine(console: Console, hardware: Hardware) -> None:
     advice = advise(hardware)
     rows = [
         *(row for row in describe_identity(hardware) if row[0] in ("architecture", "memory")),
-        ("CPU cores", str(num_cores)),
+        ("CPU cores", str(count_cores())),
         ("precision", advice.headline),
         *(("warning", warning) for warning in advice.warnings),
     ]

@@ -1,8 +1,7 @@
-"""Inspect a data folder: classes, counts, a few samples, and how fast they decode."""
+"""Inspect a data folder: classes, counts and a few samples."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import OnBadFile, list_some
-from halfstep_train.data.loader import Samples
 from halfstep_train.workloads import KINDS, from_dict
 from halfstep_train.workloads.base.guiding import Guiding, OpenedData, spread_indices
 from halfstep_train.workloads.base.using import use_folder
 
-DECODE_FILES, DECODE_S = 32, 1.0
-"""Most files and seconds spent on measuring the decoding speed."""
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
 CELL, GAP, BAND = 160, 6, 20
 """Pixels: side of an image, gap between images, height of a caption."""
@@ -29,8 +25,6 @@ class DataSummary:
 
     folder: Path
     opened: OpenedData
-    decoded_per_s: float
-    """Samples per second that one process reads, measured."""
     is_demo: bool = False
     on_bad_file: OnBadFile = "error"
     pictures: tuple[tuple[str, Image.Image], ...] = ()
@@ -74,7 +68,6 @@ def describe_data(data: DataSummary) -> list[tuple[str, str]]:
         ("samples", f"{data.num_train:,} for training, {data.num_val:,} for validation"),
         *([("images", f"{opened.sides[0]}×{opened.sides[1]} pixels (median)")] if opened.sides else []),
         *(opened.about or [("classes", f"{len(opened.classes)}: {list_some(sizes, 12)}")]),
-        ("reading", f"{data.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if opened.counts and max(opened.counts) > 10 * min(opened.counts):
         ratio = max(opened.counts) / min(opened.counts)
@@ -108,22 +101,10 @@ def _inspect(workload: str, folder: Path, *, is_demo: bool = False, on_bad_file:
     return DataSummary(
         folder=folder,
         opened=opened,
-        decoded_per_s=_measure_decoding(opened.train),
         is_demo=is_demo,
         on_bad_file=on_bad_file,
         pictures=tuple(_draw_pictures(family, opened)),
     )
-
-
-def _measure_decoding(samples: Samples) -> float:
-    began = time.perf_counter()
-    num_read = 0
-    for index in spread_indices(len(samples), DECODE_FILES):
-        samples.sample(index, key=(0, 0, index))
-        num_read += 1
-        if time.perf_counter() - began > DECODE_S:
-            break
-    return num_read / max(time.perf_counter() - began, 1e-9)
 
 
 def _draw_pictures(family: Guiding, opened: OpenedData) -> Iterator[tuple[str, Image.Image]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
-from halfstep.hardware.device_facts import Hardware, Op
+from halfstep.errors import format_bytes, format_count
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep_train.config.dump import Dumper
@@ -76,7 +76,7 @@ def _adapt_to_small_data(preset: str, situation: Situation) -> str:
 
 
 def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
-    """Build one suggestion: choose precision, batch, learning rate and workers, each with its reason."""
+    """Build one suggestion: choose precision, batch and learning rate, each with its reason."""
     precision = decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
     paths = {"precision": precision, **_choose_base_settings(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
@@ -84,17 +84,11 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
     start = _build_config(situation, preset, paths)
     cost = predict_step_cost(start, situation.data.opened.store, situation.hardware, precision, planners)
     size, size_facts = choose_batch(situation, preset, start, cost)
-    trained = estimate_rate(situation, cost, precision)
     rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
-    readers, readers_fact = choose_workers(situation, start, trained)
-    paths |= {**readers, **rate, **size}
-    facts.append(("speed", _describe_speed(situation.hardware, precision)))
-    facts += [*size_facts, rate_fact, readers_fact]
-    config = _build_config(situation, preset, paths)
-    facts += estimate_duration(situation, config, trained)
-    facts += [*size_fact, *_list_remarks(situation, paths)]
+    paths |= {**rate, **size}
+    facts += [*size_facts, rate_fact, *size_fact, *_list_remarks(situation, paths)]
     values = _nest_settings(situation, preset, paths)
-    return Suggestion(name=preset, values=values, config=config, facts=tuple(facts))
+    return Suggestion(name=preset, values=values, config=_build_config(situation, preset, paths), facts=tuple(facts))
 
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
@@ -136,18 +130,6 @@ def _explain_precision(situation: Situation, precision: str) -> str:
     return f"{precision}: no rounding to fewer digits ({advice.precision} would be faster here)"
 
 
-def _describe_speed(hardware: Hardware, precision: str) -> str:
-    """Describe the speedup over fp32 and how it is known."""
-    if precision == "fp32":
-        return "this is fp32, with which the others are compared"
-    ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
-    measured = [(name, hardware.find_measurement(op, precision)) for op, name in ops]
-    rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
-    if rates:
-        return f"{rates} fp32 (measured here on these operations; a whole training step gains less)"
-    return "not measured"
-
-
 def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
         yield "demo", "the demo has a small model and few epochs; your choice changes only how it runs"
@@ -179,8 +161,6 @@ STEPS_AN_EPOCH = 10
 """Minimum optimizer steps per epoch: with fewer, a small set learns too slowly."""
 SMALLEST_BATCH = 8
 """Minimum batch: BatchNorm's statistics over fewer samples are noise (Wu and He 2018, figure 1)."""
-FORWARD_SHARE = 1 / 3
-"""Forward's share of a step: backward computes two products for each one of forward."""
 LARGEST_GROWTH = 4
 """Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
 
@@ -192,7 +172,6 @@ class Situation:
     workload: str
     goal: str
     hardware: Hardware
-    num_cores: int
     data: DataSummary
     data_dir: str | None
     device: str | None
@@ -270,60 +249,6 @@ def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any]
             f"{optimizer.lr:g}, the recipe's own at {format_count(samples, 'sample')} per step",
         )
     return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
-
-
-def choose_workers(
-    situation: Situation, start: RunConfig, trained_per_s: float | None
-) -> tuple[dict[str, Any], tuple[str, str]]:
-    """Choose as many workers as the training rate needs, at most one per core."""
-    data, cores = situation.data, situation.num_cores
-    reading = f"one process reads {data.decoded_per_s:,.0f} samples/s (measured)"
-    if situation.is_demo:
-        return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
-    if trained_per_s is None:
-        return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
-    # Enough processes to read as fast as the device trains.
-    workers = max(1, min(cores, math.ceil(trained_per_s / data.decoded_per_s)))
-    fact = f"{workers} of {cores} cores: {reading}, the device "
-    fact += f"trains at most {trained_per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
-    # A training step reaches a quarter to a half of the upper limit.
-    if workers * data.decoded_per_s < trained_per_s / 4 and data.opened.counts:
-        fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
-    return {"data.num_workers": workers}, ("workers", fact)
-
-
-def estimate_rate(situation: Situation, cost: StepCost, precision: str) -> float | None:
-    """Return the most samples per second, from the measured matmuls and convolutions; None if nothing was measured."""
-    rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
-    return max(rates) * 1e12 / cost.sample_flops() if rates else None
-
-
-def estimate_duration(situation: Situation, config: RunConfig, trained_per_s: float | None) -> list[tuple[str, str]]:
-    """Estimate the time of training, validation and reading; empty if nothing was measured."""
-    data = situation.data
-    if trained_per_s is None:
-        return []
-    trained_samples, validations = count_work(config, data.num_train)
-    validated = validations * data.num_val
-    computing = (trained_samples + validated * FORWARD_SHARE) / trained_per_s
-    on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
-    # On a CPU reading and computing share the cores; elsewhere they overlap and the slower one is the limit.
-    rate = data.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
-    reading = (trained_samples + validated) / rate
-    seconds = computing + reading if on_cpu else max(computing, reading)
-    shown = f"{format_duration(seconds)} for {describe_length(config, data.num_train)}"
-    return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
-
-
-def count_work(config: RunConfig, num_train: int) -> tuple[float, float]:
-    """Return the samples of the whole run and its number of validations; max_steps may end it before its epochs."""
-    train = config.train
-    a_step, samples = train.batch_size * train.accumulate, float(train.epochs * num_train)
-    if train.max_steps:
-        samples = min(samples, train.max_steps * a_step)
-    if train.validate_every_steps:
-        return samples, samples / a_step / train.validate_every_steps
-    return samples, samples / max(num_train, 1) / train.validate_every
 
 
 def describe_length(config: RunConfig, num_train: int) -> str:
