@@ -29,8 +29,7 @@ from typing import Any
 import torch
 
 from halfstep_train.report.metrics_file import read
-from halfstep_train.use.compare import Comparison, create_comparison, run_comparison
-from halfstep_train.use.compare_run import ComparedRow, CompareRequest
+from halfstep_train.use.compare import ComparedRow, CompareRequest, Comparison, create_comparison, run_comparison
 from halfstep_train.use.equivalence import FEWEST_SEEDS, RowVerdict, choose_margin, judge_rows
 from halfstep_train.workloads.slots.demo import write_demo
 from recording import shown_settings, store

@@ -34,11 +34,10 @@ from halfstep.errors import HalfstepError
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
-from halfstep_train.bench.bench import bench, conclude
+from halfstep_train.bench.bench import bench, conclude, describe_circumstances, summarise_results
 from halfstep_train.bench.measure_row import Row
 from halfstep_train.bench.peers import require_peers
 from halfstep_train.bench.problem import FAST, count_step_flops
-from halfstep_train.bench.record import describe_circumstances, summarise_results
 from halfstep_train.report.bench_view import show_bench
 from recording import RESULTS, command, store
 from speed_cases import CASES, TABLE, Case, config_of, problem_of, request_of, row_requests

@@ -23,8 +23,7 @@ from halfstep.errors import HardwareError
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.device_facts import Hardware
 from halfstep_train.bench.bench import BenchRequest, list_runners
-from halfstep_train.bench.isolate import CacheWatch
-from halfstep_train.bench.measure_row import Row
+from halfstep_train.bench.measure_row import CacheWatch, Row
 from halfstep_train.bench.problem import Runner
 from halfstep_train.tune.modes import keep_compiled_code
 from speed_cases import Case, problem_of, row_requests

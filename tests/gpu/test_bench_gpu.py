@@ -11,8 +11,7 @@ import torch
 
 from halfstep.hardware.probe import probe
 from halfstep_train.bench.bench import LOSS_BOUND, BenchRequest, HalfstepRunner, bench
-from halfstep_train.bench.isolate import find_other_users, read_clock_limits
-from halfstep_train.bench.measure_row import Row, Schedule, StepTimer, measure_row
+from halfstep_train.bench.measure_row import Row, Schedule, StepTimer, find_other_users, measure_row, read_clock_limits
 from halfstep_train.bench.problem import Problem, build_problem, count_step_flops, load_bench_config
 
 pytestmark = pytest.mark.gpu

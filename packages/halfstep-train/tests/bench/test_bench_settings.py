@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import ConfigError
+from halfstep_train.bench.bench import find_reduced_settings
 from halfstep_train.bench.problem import (
     find_stated_rows,
     load_bench_config,
 )
-from halfstep_train.bench.record import find_reduced_settings
 from halfstep_train.workloads import load
 from halfstep_train.workloads.classification.config import ResNetConfig
 from halfstep_train.workloads.segmentation.config import UNetConfig

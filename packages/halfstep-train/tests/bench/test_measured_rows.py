@@ -31,19 +31,20 @@ from halfstep_train.bench.bench import (
     check_losses,
     conclude,
     list_runners,
+    summarise_results,
 )
-from halfstep_train.bench.isolate import CacheWatch, isolate_row
 from halfstep_train.bench.measure_row import (
     NUM_WINDOWS,
+    CacheWatch,
     Row,
     Schedule,
     StepTimer,
     describe_failure,
+    isolate_row,
     make_schedule,
     measure_row,
 )
 from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config, refuse_too_large
-from halfstep_train.bench.record import summarise_results
 from halfstep_train.cli.options import refuse_to_overwrite
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.memory.sizing import StepCost, predict_step_cost

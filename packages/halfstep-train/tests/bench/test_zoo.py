@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import zoo
-from halfstep_train.use.compare import Comparison
-from halfstep_train.use.compare_run import ComparedRow, CompareRequest, RunOutcome
+from halfstep_train.use.compare import ComparedRow, CompareRequest, Comparison, RunOutcome
 
 
 def make_run(*, loss: float = 1.0, weight: float = 1.0, **more: Any) -> Any:

@@ -20,12 +20,16 @@ from halfstep_train.cli.report import render_comparison_page
 from halfstep_train.run.train import train
 from halfstep_train.use.compare import (
     STORED,
+    ComparedRow,
+    CompareRequest,
     Comparison,
+    RunOutcome,
     collect_settings,
     measure_time_to_quality,
     open_comparison,
+    run_in_parallel,
+    train_row,
 )
-from halfstep_train.use.compare_run import ComparedRow, CompareRequest, RunOutcome, run_in_parallel, train_row
 from halfstep_train.use.compare_table import (
     build_columns,
     build_lines,

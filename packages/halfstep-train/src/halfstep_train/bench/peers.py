@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from halfstep.backend_flags import set_fp32_mode
 from halfstep.errors import HalfstepError, HardwareError, PrecisionError
-from halfstep_train.bench.isolate import isolate_row
+from halfstep_train.bench.measure_row import isolate_row
 from halfstep_train.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep_train.kernels.fast_forms import force
 from halfstep_train.report.console import silence

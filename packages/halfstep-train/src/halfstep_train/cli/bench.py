@@ -187,9 +187,8 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     from halfstep.disk import find_cache_directory
     from halfstep.hardware.cache import measure_once
     from halfstep.hardware.measure import measure
-    from halfstep_train.bench.bench import bench
+    from halfstep_train.bench.bench import bench, describe_circumstances, save_record, summarise_results
     from halfstep_train.bench.problem import count_step_flops
-    from halfstep_train.bench.record import describe_circumstances, save_record, summarise_results
     from halfstep_train.report.bench_view import show_bench
     from halfstep_train.report.console import open_result_console
 

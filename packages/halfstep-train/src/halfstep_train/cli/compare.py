@@ -86,8 +86,7 @@ def command(
     else:
         target, overrides, named_rows = _read_rows(context)
         _refuse_bad_call(context, target, overrides, named_rows)
-        from halfstep_train.use.compare import create_comparison
-        from halfstep_train.use.compare_run import ComparedRow, CompareRequest
+        from halfstep_train.use.compare import ComparedRow, CompareRequest, create_comparison
 
         compared = tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in named_rows)
         request = CompareRequest(

@@ -21,7 +21,7 @@ from halfstep_train.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from halfstep_train.use.proofs import ProofLine
+    from halfstep_train.use.verify import ProofLine
 
 CONFIGURATION = "configuration aligned"
 
@@ -67,7 +67,7 @@ def command(
 def check_configuration(target: str) -> ProofLine:
     """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
     from halfstep_train.cli.check import OBSTACLE, load_own
-    from halfstep_train.use.proofs import ProofLine
+    from halfstep_train.use.verify import ProofLine
 
     run = Path(target) / "config.yaml"
     file = run if run.is_file() else Path(target)

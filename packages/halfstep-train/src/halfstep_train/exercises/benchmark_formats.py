@@ -22,8 +22,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data import binary_sets
 from halfstep_train.data.loader import TensorSamples
 from halfstep_train.exercises import Claim, Story
-from halfstep_train.use.compare import Say, create_comparison, run_comparison
-from halfstep_train.use.compare_run import ComparedRow, CompareRequest, train_row
+from halfstep_train.use.compare import ComparedRow, CompareRequest, Say, create_comparison, run_comparison, train_row
 from halfstep_train.use.compare_table import TableLine, build_lines, collect_notes
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.sums import Means

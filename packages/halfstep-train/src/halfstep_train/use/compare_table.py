@@ -17,11 +17,13 @@ from halfstep_train.report.console import make_columns_table, print_text, split_
 from halfstep_train.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep_train.run.memory.sizing import predict_largest_batch
 from halfstep_train.use.compare import (
+    OUT_OF_MEMORY,
     Comparison,
+    RunOutcome,
     find_differences,
+    load_row,
     measure_time_to_quality,
 )
-from halfstep_train.use.compare_run import OUT_OF_MEMORY, RunOutcome, load_row
 from halfstep_train.use.equivalence import RowVerdict
 
 
