@@ -9,10 +9,8 @@ import pytest
 from halfstep.errors import ConfigError
 from halfstep_train.bench.bench import find_reduced_settings
 from halfstep_train.bench.problem import (
-    find_stated_rows,
     load_bench_config,
 )
-from halfstep_train.workloads import load
 from halfstep_train.workloads.classification.config import ResNetConfig
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
@@ -69,16 +67,6 @@ def test_what_peers_are_not_given_is_refused_beside_them_and_only_there(word: st
 def test_what_halfstep_and_peers_both_have_may_be_stated_beside_them() -> None:
     words = ["optimizer.betas=[0.5, 0.9]", "optimizer.eps=1e-6", "train.clip_norm=0", "train.channels_last=false"]
     assert load_bench_config("resnet50", words, {}, small=True, against=["plain"]).optimizer.betas == (0.5, 0.9)
-
-
-def test_precision_and_mode_of_a_file_or_a_preset_are_rows_and_those_nobody_states_are_not(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("workload: unet\nprecision: bfloat16\ntrain:\n  fast: off\n")
-    found = find_stated_rows(load(str(file)))
-    assert {option: value for option, (value, _) in found.items()} == {"--precisions": "bf16", "--modes": "eager"}
-    assert [where.rpartition("/")[2] for _, where in found.values()] == ["mine.yaml:2", "mine.yaml:4"]
-    assert find_stated_rows(load("unet", overrides=["preset=fast"])) == {"--precisions": ("bf16", "preset fast")}
-    assert find_stated_rows(load("unet", overrides=["train.memory=low"], flags={"batch_size": 2})) == {}
 
 
 def test_a_network_is_reduced_on_a_cpu_unless_it_is_given_a_folder_or_its_full_size() -> None:

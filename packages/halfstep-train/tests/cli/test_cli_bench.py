@@ -39,16 +39,14 @@ def test_one_table_with_simulated_rows_marked_and_missing_ones_explained(capsys:
     assert "memory: not counted on a CPU" in said
 
 
-def test_without_a_workload_it_is_unet_though_a_folder_has_its_name_and_rows_are_told(
+def test_a_workload_is_meant_though_a_folder_has_its_name_and_rows_are_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert FP32[0] == "unet"
     (tmp_path / "unet").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert exit_code(*FP32[1:], "--json", f"data.dir={tmp_path}") == 0
+    assert exit_code(*FP32, "--json", f"data.dir={tmp_path}") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["problem"]["workload"] == "unet"
-    assert "no workload given: using unet" in said.err
     assert f"data.dir={tmp_path} is not read" in said.err
     first, again = [line for line in said.err.splitlines() if line.startswith("measuring")]
     assert first == "measuring halfstep eager fp32"
@@ -97,23 +95,6 @@ def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
     said = capsys.readouterr()
     assert [row["precision"] for row in json.loads(said.out)["rows"]] == [taken.granted]
     assert f"auto means {taken.granted} here: {taken.reason}" in said.err
-
-
-def test_precision_and_mode_of_a_config_file_are_the_rows_unless_options_say_otherwise(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("workload: unet\nprecision: tf32\ntrain:\n  fast: off\n")
-    words = (str(file), *TINY[1:], "--device", "cpu", "--json")
-    assert exit_code(*words) == 0
-    said = capsys.readouterr()
-    assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("eager", "tf32")]
-    assert "mine.yaml:2; --precisions selects others" in said.err
-    assert "mine.yaml:4; --modes selects others" in said.err
-    assert exit_code(*words, "--precisions", "fp32", "--modes", "auto") == 0
-    said = capsys.readouterr()
-    assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("auto", "fp32")]
-    assert "says" not in said.err
 
 
 def test_json_alone_is_on_standard_output_and_files_are_written(
@@ -168,6 +149,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--batch-size", "0"), "--batch-size 0: must be greater than or equal to 1"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
+        ((), "Missing argument"),
         (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, but peers train with false"),
     ],
 )

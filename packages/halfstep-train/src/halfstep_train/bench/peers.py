@@ -331,8 +331,8 @@ PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning,
 PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """The precisions that every peer supports without further packages."""
 
-FP16_ON_CPU = {"lightning": "it would train in bf16 instead", "accelerate": "it would train in fp32 instead"}
-"""Libraries that cannot train in fp16 on a CPU, and what they would do instead with only a warning."""
+NO_FP16_ON_CPU = ("lightning", "accelerate")
+"""Lightning would train in bf16 instead and Accelerate in fp32, each with only a warning."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -348,16 +348,10 @@ class PeerRunner:
     def train(self, steps: int, after_step: AfterStep) -> float:
         """Train from the seeded start; errors, including those of compilation, are raised unchanged."""
         by_hand, device = self.setup.by_hand, self.setup.problem.device
-        if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
-            raise HardwareError(
-                f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name], fix="--precisions fp32,bf16"
-            )
+        if self.precision == "fp16" and device.type == "cpu" and self.name in NO_FP16_ON_CPU:
+            raise HardwareError(f"{self.name} cannot train fp16 on the CPU", fix="--precisions fp32,bf16")
         if self.variant == "graphs" and device.type != "cuda":
-            raise HardwareError(
-                f"{self.name} graphs needs CUDA",
-                why="the compiler captures CUDA graphs only",
-                fix=f"--against {self.name}",
-            )
+            raise HardwareError(f"{self.name} graphs needs CUDA", fix=f"--against {self.name}")
         with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             if self.variant == "graphs":
@@ -391,17 +385,11 @@ def require_peers(peers: Sequence[str]) -> None:
 def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
     """Return runners for the given peers and variants. Tests pass a fast torch.compile backend as `_compiler`."""
     if precision not in PEER_PRECISIONS:
-        raise PrecisionError(
-            f"peers cannot be timed in {precision!r}",
-            why=f"without further packages they support only {', '.join(PEER_PRECISIONS)}",
-            fix="leave out that precision or --against",
-        )
+        raise PrecisionError(f"peers cannot be timed in {precision!r}", fix="leave out that precision or --against")
     if problem.num_phases > 1:
-        raise HardwareError(
-            f"{problem.config.workload} trains in {problem.num_phases} phases",
-            why="a peer's loop makes one optimizer step per iteration, so it would do different work",
-            fix="leave --against out",
-        )
+        # A peer's loop makes one optimizer step per iteration, so it would do different work.
+        what = f"{problem.config.workload} trains in {problem.num_phases} phases"
+        raise HardwareError(what, fix="leave --against out")
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
         for peer in peers

@@ -230,8 +230,6 @@ PEER_SETTINGS: dict[str, tuple[object, ...]] = {
 }
 """Settings that peers do not implement, with the values they train with; the scaler's defaults are torch's."""
 UNSTATED = ("default", "demo")
-STATED_BELOW = ("preset", "file")
-"""Config layers that may set precision and mode; command-line options override them."""
 NO_FOLDER = "random"
 """A placeholder: with a data folder a workload uses its full size, without one the small size of its demo."""
 
@@ -271,7 +269,9 @@ def load_bench_config(
 
 def _refuse_rows_as_settings(loaded: Loaded) -> None:
     """Raise ConfigError for an override of precision or mode, which the benchmark varies itself."""
-    for option, (path, value) in _read_rows(loaded).items():
+    mode = next(mode for mode, fast in FAST.items() if fast == loaded.config.train.fast)
+    rows = {"--precisions": ("precision.default", loaded.config.precision.default), "--modes": ("train.fast", mode)}
+    for option, (path, value) in rows.items():
         if loaded.origins[path].layer == "override":
             raise ConfigError(
                 f"{loaded.origins[path].where} cannot be set for a benchmark",
@@ -290,21 +290,6 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
                 why="all rows must do the same work to be comparable",
                 fix=f"leave {path} at {format_setting(possible[0])}, or leave out --against",
             )
-
-
-def find_stated_rows(loaded: Loaded) -> dict[str, tuple[str, str]]:
-    """Return the precision and mode that a file or preset sets, and where, by option (`--precisions`, `--modes`)."""
-    return {
-        option: (value, loaded.origins[path].where)
-        for option, (path, value) in _read_rows(loaded).items()
-        if loaded.origins[path].layer in STATED_BELOW
-    }
-
-
-def _read_rows(loaded: Loaded) -> dict[str, tuple[str, str]]:
-    """Return path and value of the settings that a benchmark varies, by option."""
-    mode = next(mode for mode, fast in FAST.items() if fast == loaded.config.train.fast)
-    return {"--precisions": ("precision.default", loaded.config.precision.default), "--modes": ("train.fast", mode)}
 
 
 def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.errors import ConfigError, suggest_nearest
-from halfstep_train.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite, refuse_unknown_device
-from halfstep_train.workloads import DEMO_WORKLOAD
+from halfstep_train.cli.options import Arguments, Strict, option, refuse_to_overwrite, refuse_unknown_device
 
 if TYPE_CHECKING:
     from halfstep.hardware.device_facts import Hardware
@@ -31,7 +30,7 @@ PEER = "Tools to compare with: plain,lightning,accelerate; plain:graphs is one v
 
 
 def command(
-    arguments: MaybeArguments = None,
+    arguments: Arguments,
     batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT, min=1)] = None,
     image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT, min=1)] = None,
     precisions: Annotated[
@@ -58,7 +57,7 @@ def command(
 
         halfstep bench unet --save before.json
     """
-    target, *overrides = add_workload(arguments or [])
+    target, *overrides = arguments
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
     refuse_to_overwrite({"--save": save}, force=force)
     found = prepare_request(target, flags, overrides, precisions=precisions, modes=modes, against=against, steps=steps)
@@ -71,14 +70,6 @@ VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
 UNSET = "an empty argument is usually an unset shell variable"
-
-
-def add_workload(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the workload first; print a notice if the default is used."""
-    if not arguments or "=" in arguments[0]:
-        typer.secho(f"no workload given: using {DEMO_WORKLOAD}", fg="yellow", err=True)
-        return [DEMO_WORKLOAD, *arguments]
-    return list(arguments)
 
 
 def split_choices(text: str | None, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:
@@ -130,7 +121,6 @@ def prepare_request(
         build_problem,
         choose_default_modes,
         choose_default_precisions,
-        find_stated_rows,
         load_bench_config,
         refuse_too_large,
     )
@@ -144,29 +134,15 @@ def prepare_request(
     if loaded.config.data.dir and config.data.dir is None:
         note = "is not read: the benchmark trains on one random batch of the same size"
         typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
-    stated = find_stated_rows(loaded)
     request = BenchRequest(
-        precisions=resolve_auto(
-            choose_values("--precisions", chosen, stated, choose_default_precisions(hardware)), hardware
-        ),
-        modes=choose_values("--modes", chosen_modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
+        precisions=resolve_auto(chosen or choose_default_precisions(hardware), hardware),
+        modes=chosen_modes or choose_default_modes(device),  # type: ignore[arg-type]
         against=peers,
         schedule=make_schedule(num_steps, device),
     )
     # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)
     return hardware, build_problem(config, device), request
-
-
-def choose_values(
-    option: str, asked: tuple[str, ...], stated: Mapping[str, tuple[str, str]], unasked: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the values of the option, else those of the config (with a notice), else the default."""
-    if asked or option not in stated:
-        return asked or unasked
-    value, where = stated[option]
-    typer.secho(f"measuring only {value}, as set in {where}; {option} selects others", fg="yellow", err=True)
-    return (value,)
 
 
 def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
