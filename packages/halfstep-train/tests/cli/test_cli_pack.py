@@ -8,7 +8,6 @@ import pytest
 
 from command_line import run_command
 from data.picture_folders import write_split
-from data.test_image_folder import write_idx
 from diffusion_tiny import pictures, vae_folder
 from halfstep_train.report.progress import PackingBar
 
@@ -112,10 +111,3 @@ def test_a_scheduler_that_ends_it_is_told_so_and_finds_nothing_half_written(
     assert code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM while packing; nothing was left behind" in error
     assert set(folder.rglob("*")) == before
-
-
-def test_files_of_mnist_are_not_taken_for_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_idx(tmp_path / "FashionMNIST" / "raw")
-    code, _, error = run_command(capsys, "pack", str(tmp_path))
-    assert code == 2
-    assert f"halfstep train WORKLOAD --data-dir {tmp_path}" in error

@@ -65,6 +65,7 @@ def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> No
         "Epoch 1/1 train: mean loss 0.2345",
         "Epoch 1/1 val:   iou 0.6234",
         "Epoch 1/1   train     val",
+        "─────────────────────────",
         "loss       0.2345  0.2567",
         "iou        0.6543  0.6234",
         "Trained",

@@ -62,10 +62,6 @@ def command(
 
     # `cuda:1` is a device of this machine, `rtx 4090` a GPU of the table.
     if asked and not is_device(asked):
-        if fresh or no_measure:
-            raise ConfigError(
-                f"{asked} is a GPU of the table, where nothing is measured", fix="leave out --fresh and --no-measure"
-            )
         devices: tuple[Hardware, ...] = (look_up_gpu(asked),)
     else:
         devices = probe_devices(asked, look_only=no_measure, fresh=fresh)

@@ -97,18 +97,11 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
 
 def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[str, Any]:
     """Pack the folder, or open a file that already matches it; return what the file holds."""
-    from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep_train.data.image_folder import FolderLayout, find_images
     from halfstep_train.data.packed import choose_pack_path, open_or_pack
     from halfstep_train.report.progress import PackingBar
     from halfstep_train.run.interrupts import raise_at_once
 
-    if find_cifar_folder(folder) or find_idx_folder(folder):
-        raise DataError(
-            f"{folder} contains the files of CIFAR-10 or MNIST, not images",
-            why="these are read as a whole, so packing would gain nothing",
-            fix=f"train on them directly: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
-        )
     path = out or choose_pack_path(folder, settings.size)
     found = find_images(folder, FolderLayout())
     start = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import CheckpointError, ConfigError, format_count
+from halfstep.errors import CheckpointError, format_count
 from halfstep_train.cli.completion import complete_run
 
 
@@ -45,10 +45,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     from halfstep_train.report.page.read_run import read_run
     from halfstep_train.report.page.render import render_runs
 
-    if any((path / "comparison.json").is_file() for path in runs):
-        if len(runs) > 1:
-            whole = next(path for path in runs if (path / "comparison.json").is_file())
-            raise ConfigError(f"{whole} is a comparison and needs its own page", fix=f"halfstep report {whole}")
+    if len(runs) == 1 and (runs[0] / "comparison.json").is_file():
         page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
@@ -74,7 +71,7 @@ def render_comparison_page(folder: Path) -> str:
     from halfstep_train.use.compare_table import build_columns, build_lines, collect_notes, compute_band
 
     comparison = open_comparison(folder)
-    if comparison.margin is None or not comparison.count_whole_seeds():
+    if not comparison.count_whole_seeds():
         raise CheckpointError(
             f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )

@@ -15,12 +15,11 @@ from typing import Literal
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from halfstep.disk import refuse_special_file
 from halfstep.errors import HalfstepError, make_printable, summarise_error
-from halfstep_train.report.console import print_text
+from halfstep_train.report.console import make_columns_table, make_pairs_table, print_text
 from halfstep_train.report.listeners import Callbacks, Listener
 from halfstep_train.report.metrics_file import MetricsFile
 from halfstep_train.report.progress import Bar, Whole, show_in_notebook, show_live, write_lines
@@ -100,15 +99,9 @@ class RunReport:
             self._print_line(line, is_hidden=self._quiet)
         if self._quiet or not self._verbose:
             return
-        has_validation = any(validation for *_, validation in rows)
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column(label, style="dim", header_style="bold")
-        table.add_column("train", justify="right")
-        if has_validation:
-            table.add_column("val", justify="right", style="bold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in (row if has_validation else row[:2])))
-        self._console.print(table)
+        columns = dict(zip((label, "train", "val"), zip(*rows, strict=True), strict=False))
+        shown = {title: cells for title, cells in columns.items() if any(cells)}
+        self._console.print(make_columns_table(shown, left=(label,)))
 
     def log(self, record: Mapping[str, object]) -> None:
         """Append one record to metrics.jsonl, and pass it on to trackers and callbacks."""
@@ -158,11 +151,7 @@ class RunReport:
         self._print_line(lines, is_hidden=is_hidden or has_panel)
         if is_hidden or not has_panel:
             return None
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, value in rows:
-            grid.add_row(Text(name), Text(value))
+        grid = make_pairs_table(rows)
         return self._console.print(Panel(grid, title=Text(title, style="bold"), border_style=border, expand=False))
 
     def _print_line(

@@ -60,6 +60,21 @@ class BugFinding:
         return self.bug.shield if self.is_shielded else f"NOT {self.bug.shield}"
 
 
+BUGS: list[LibraryBug] = []
+
+
+def add_bug(
+    name: str, what: str, *, needs_gpu: bool = False, shield: Literal["avoided", "reported"] = "avoided"
+) -> Callable[[Check], Check]:
+    """Declare the function below as the test of a bug."""
+
+    def add(check: Check) -> Check:
+        BUGS.append(LibraryBug(name, check, what, needs_gpu, shield))
+        return check
+
+    return add
+
+
 def find_bugs(device: str) -> Iterator[BugFinding]:
     """Test every bug on this device, `cuda` or `cpu`."""
     for bug in BUGS:
@@ -108,6 +123,7 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
+@add_bug("fused-sgd", "fused SGD trains on uninitialised memory after a skipped first step")
 def check_fused_sgd(device: str, is_guarded: bool) -> bool:
     model = nn.Linear(4, 1, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -121,6 +137,7 @@ def check_fused_sgd(device: str, is_guarded: bool) -> bool:
     return not is_finite(model.parameters())
 
 
+@add_bug("scheduler-skip", "the learning-rate schedule advances on skipped steps")
 def check_scheduler(device: str, is_guarded: bool) -> bool:
     model = nn.Linear(4, 1, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -129,6 +146,7 @@ def check_scheduler(device: str, is_guarded: bool) -> bool:
     return train(model, optimizer, make_batches(device), scheduler, is_guarded=is_guarded) != 1.0
 
 
+@add_bug("batchnorm-nan", "a skipped step leaves NaN in BatchNorm's running statistics")
 def check_batch_norm(device: str, is_guarded: bool) -> bool:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -136,6 +154,7 @@ def check_batch_norm(device: str, is_guarded: bool) -> bool:
     return not is_finite(model.buffers())
 
 
+@add_bug("no-check-in-bf16", "without a GradScaler one NaN step overwrites all weights")
 def check_missing_check(device: str, is_guarded: bool) -> bool:
     model = nn.Linear(4, 1, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -159,6 +178,7 @@ def make_bf16_step(model: nn.Module, optimizer: Optimizer, device: str) -> Step:
     return Step(model, optimizer, precision, fast="off")
 
 
+@add_bug("stale-casts", "autocast around the loop trains on the first step's weights")
 def check_stale_casts(device: str, is_guarded: bool) -> bool:
     model = nn.Linear(4, 1, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -178,6 +198,7 @@ def check_stale_casts(device: str, is_guarded: bool) -> bool:
     return losses[0] == losses[1]
 
 
+@add_bug("casts-without-grad", "a pass under no_grad removes the gradients of the next one (autocast's cache)")
 def check_casts_without_gradients(device: str, is_guarded: bool) -> bool:
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.Linear(4, 1)).to(device)
@@ -202,6 +223,7 @@ def check_casts_without_gradients(device: str, is_guarded: bool) -> bool:
 # --- schedules and flags ---
 
 
+@add_bug("plateau-below-zero", "ReduceLROnPlateau never reduces the rate of a negative metric")
 def check_plateau(device: str, is_guarded: bool) -> bool:
     metrics = (-1.0, -1.0, -1.0)
     if is_guarded:
@@ -216,6 +238,7 @@ def check_plateau(device: str, is_guarded: bool) -> bool:
     return bool(optimizer.param_groups[0]["lr"] == 1.0)
 
 
+@add_bug("tf32-flags", "after the new TF32 setting, reading the old one raises, also inside torch.compile")
 def check_tf32_flags(device: str, is_guarded: bool) -> bool:
     before = read_flags()
     try:
@@ -232,6 +255,7 @@ def check_tf32_flags(device: str, is_guarded: bool) -> bool:
 # --- GPUs ---
 
 
+@add_bug("cudnn-attention", "cuDNN's attention backward returns NaN for finite inputs", needs_gpu=True)
 def check_cudnn_attention(device: str, is_guarded: bool) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     shape = (2, 2, 64, 64)  # 64 keys: the last tile of 128 is half full
@@ -243,6 +267,7 @@ def check_cudnn_attention(device: str, is_guarded: bool) -> bool:
     return not is_finite(leaf.grad for leaf in leaves if leaf.grad is not None)
 
 
+@add_bug("lstm-in-fp16", "LSTM, GRU and RNN run in fp16 under bf16 autocast", needs_gpu=True, shield="reported")
 def check_recurrent_format(device: str, is_guarded: bool) -> bool:
     model = nn.LSTM(8, 8).to(device)
     with torch.autocast(device, torch.bfloat16):
@@ -250,48 +275,10 @@ def check_recurrent_format(device: str, is_guarded: bool) -> bool:
     return is_here and not (is_guarded and decide("bf16", probe(device), model).warnings)
 
 
+@add_bug("emulated-bf16", "is_bf16_supported() is True on GPUs that only emulate bf16", needs_gpu=True)
 def check_emulated_bf16(device: str, is_guarded: bool) -> bool:
     is_here = torch.cuda.is_bf16_supported() and not torch.cuda.is_bf16_supported(including_emulation=False)
     return is_here and not (is_guarded and decide("bf16", probe(device)).granted != "bf16")
-
-
-BUGS = (
-    LibraryBug(
-        "cudnn-attention",
-        check_cudnn_attention,
-        "cuDNN's attention backward returns NaN for finite inputs",
-        needs_gpu=True,
-    ),
-    LibraryBug(
-        "lstm-in-fp16",
-        check_recurrent_format,
-        "LSTM, GRU and RNN run in fp16 under bf16 autocast",
-        needs_gpu=True,
-        shield="reported",
-    ),
-    LibraryBug(
-        "emulated-bf16",
-        check_emulated_bf16,
-        "is_bf16_supported() is True on GPUs that only emulate bf16",
-        needs_gpu=True,
-    ),
-    LibraryBug("no-check-in-bf16", check_missing_check, "without a GradScaler one NaN step overwrites all weights"),
-    LibraryBug("fused-sgd", check_fused_sgd, "fused SGD trains on uninitialised memory after a skipped first step"),
-    LibraryBug("batchnorm-nan", check_batch_norm, "a skipped step leaves NaN in BatchNorm's running statistics"),
-    LibraryBug("scheduler-skip", check_scheduler, "the learning-rate schedule advances on skipped steps"),
-    LibraryBug("plateau-below-zero", check_plateau, "ReduceLROnPlateau never reduces the rate of a negative metric"),
-    LibraryBug("stale-casts", check_stale_casts, "autocast around the loop trains on the first step's weights"),
-    LibraryBug(
-        "casts-without-grad",
-        check_casts_without_gradients,
-        "a pass under no_grad removes the gradients of the next one (autocast's cache)",
-    ),
-    LibraryBug(
-        "tf32-flags",
-        check_tf32_flags,
-        "after the new TF32 setting, reading the old one raises, also inside torch.compile",
-    ),
-)
 
 
 def describe_bugs(findings: Sequence[BugFinding]) -> list[dict[str, Any]]:

@@ -39,24 +39,6 @@ from halfstep_train.tune.modes import Mode
 
 SHOWN_MODES: dict[str, Mode] = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""
-LEVELS = {
-    "normal": "nothing is recomputed",
-    "pointwise": "pointwise operations are recomputed in backward instead of stored",
-    "alternate": "every second block is recomputed",
-    "blocks": "all blocks are recomputed",
-    "8-bit": "optimizer state in 8 bits",
-}
-"""What the words in the column `memory` mean."""
-TRACED = {
-    "eager": "peak of an eager step, traced operation by operation",
-    "compile": "peak of the compiled step: the eager trace, partitioned and fused by the compiler's rules",
-    "graph": "peak of the CUDA graph: our fused kernels if the model has them, else as compiled; plus its pool",
-}
-LAYOUTS = (
-    "peak on the rank with most samples. ddp: each rank has the whole model; shard: parameters, gradients, optimizer "
-    "state and average are divided among the ranks (train.shard=true, FSDP2), with the memory levels that need no "
-    "trial on a copy of the model; sharded steps are never captured"
-)
 UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
 RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
@@ -204,20 +186,7 @@ def print_memory(plan: MemoryPlan) -> None:
         console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
-    levels = {word for row in rows for word in shorten_level(row.level).split(" + ")}
-    legend = {
-        "memory": "levels of train.memory; "
-        + "; ".join(f"{word}: {about}" for word, about in LEVELS.items() if word in levels)
-    }
-    if plan.ranks is not None:
-        legend["ranks"] = LAYOUTS
-    used = {name for row in rows for name, size in row.components.items() if size}
-    legend |= {name: about for name, about in COMPONENTS.items() if name in used}
-    legend |= {name: TRACED[name] for name in plan.rows[0].totals}
-    console.print("\ncolumns", style="dim")
-    for name, about in legend.items():
-        console.print(break_line(f"  {name}: {about}", console.width), style="dim")
-    console.print(f"  {UNIT}", style="dim")
+    console.print(f"\ndocs/memory.md explains the columns; {UNIT}", style="dim")
 
 
 def build_memory_tables(rows: Sequence[MemoryRow], unit: float, width: int) -> list[Table]:

@@ -184,7 +184,6 @@ def _render_faults(run: RunRecord) -> str:
 
 MOST_COLUMNS = 48
 """Observations in a heat map; of more, each column shows the least headroom of several."""
-MOST_MODULES = 60
 FULL_BITS = 16.0
 """Headroom from which a cell has no colour: the largest value is at most 1."""
 
@@ -202,13 +201,11 @@ def _render_watch(run: RunRecord) -> str:
         for name, bits in ((n, b) for record in group for n, b in record["headroom"].items()):
             row = cells.setdefault(name, [None] * len(groups))
             row[place] = min(bits, FULL_BITS if row[place] is None else row[place])
-    least = {name: min(b for b in row if b is not None) for name, row in cells.items()}
-    kept = sorted(least, key=lambda name: least[name])[:MOST_MODULES]
     lines = []
-    for name in (name for name in cells if name in kept):
+    for name, row in cells.items():
         shown = "".join(
             _render_cell(bits, f"{name or 'the model'}, step {group[-1]['step']:,}")
-            for bits, group in zip(cells[name], groups, strict=True)
+            for bits, group in zip(row, groups, strict=True)
         )
         lines.append(f"<tr><th scope=row><bdi>{escape(name or '(model)')}</bdi></th>{shown}</tr>")
     first, last = records[0]["step"], records[-1]["step"]
@@ -216,11 +213,10 @@ def _render_watch(run: RunRecord) -> str:
     keys = "".join(f"<span><i style='--heat:{_find_heat(k):.0f}%'></i>{k} bits</span>" for k in (0, 4, 8, 12))
     found = [[str(r["step"]), w["message"]] for r in records for w in r["warnings"]]
     table = _render_table(["step", "warning"], found) if found else "<p>No warnings.</p>"
-    more = f"<p class=faint>and {len(cells) - len(kept)} modules with more</p>" if len(cells) > len(kept) else ""
     return (
         f"{table}<p>Headroom below fp16's largest number, the least of each module's activations, weights and "
         f"gradients:</p><div class='legend heat'>{keys}</div>"
-        f"<div class=scroll><table class=heat>{head}{''.join(lines)}</table></div>{more}"
+        f"<div class=scroll><table class=heat>{head}{''.join(lines)}</table></div>"
     )
 
 
