@@ -16,13 +16,13 @@ INK, FAINT, BAD, GOOD, GRID = "#1f2933", "#616e7c", "#d62f3a", "#2f6fde", "#e4e7
 DPI, MARGIN_INCHES = 150, 0.15
 
 
-def make_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figure:
-    """Return a white figure; `makes_room` lets matplotlib arrange the labels."""
+def make_figure(inches: tuple[float, float]) -> Figure:
+    """Return a white figure whose labels matplotlib arranges."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1) if makes_room else None
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=inches, dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
