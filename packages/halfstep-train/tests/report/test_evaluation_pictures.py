@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from halfstep.errors import CheckpointError
-from halfstep_train.report.range_pictures import MOST, choose_modules, draw_ranges
+from halfstep_train.report.picture_file import MOST, choose_modules, draw_ranges
 from halfstep_train.report.results import EvaluationResult, show_evaluation
 from halfstep_train.workloads.classification.evaluate import draw_confusion
 
@@ -79,7 +79,7 @@ def test_drawing_does_not_import_pyplot(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from halfstep_train.report.range_pictures import draw_heat_map
+from halfstep_train.report.picture_file import draw_heat_map
 draw_heat_map([("layer", "weights", 0.5)], "title", Path({str(tmp_path / "heat.png")!r}))
 sys.exit("matplotlib.pyplot" in sys.modules)
 """

@@ -56,7 +56,7 @@ def command(
 
     rows = dry_run(arguments[0], loaded, target, trust=trust)
     if picture is not None:
-        from halfstep_train.report.range_pictures import draw_heat_map
+        from halfstep_train.report.picture_file import draw_heat_map
 
         draw_heat_map([(row.module, row.kind, _compute_badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:

@@ -37,7 +37,7 @@ def command(
     from rich.text import Text
 
     from halfstep_train.report.console import open_result_console, print_text
-    from halfstep_train.report.range_pictures import draw_ranges
+    from halfstep_train.report.picture_file import draw_ranges
     from halfstep_train.run.capsules import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)

@@ -70,11 +70,9 @@ def make_plain_table(*titles: str) -> Table:
 
 def make_columns_table(columns: Mapping[str, Sequence[str]], *, left: Iterable[str] = ()) -> Table:
     """Make a table from columns of cells, right-aligned except for those in `left`."""
-    table = make_plain_table(*columns)
+    table = make_rows_table(tuple(columns), zip(*columns.values(), strict=True))
     for column, title in zip(table.columns, columns, strict=True):
         column.justify, column.no_wrap = "left" if title in left else "right", True
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*(colour_word(cell) for cell in row))
     return table
 
 

@@ -29,12 +29,7 @@ from halfstep_train.run.step_ledger import AnyEngine, drop_outputs, list_engines
 from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.use.observe_step import assemble_step
 
-NAN, CLIP, RATE, AMP = (
-    "NaN handling operational",
-    "gradient clipping active",
-    "learning rate as scheduled",
-    "AMP/BF16 synchronised",
-)
+CLIP, RATE = "gradient clipping active", "learning rate as scheduled"
 Proof = Callable[[GuardedStep, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
@@ -44,7 +39,7 @@ def verify(source: str, loaded: Loaded, *, trust: bool = False) -> list[ProofLin
     with assemble_step(source, loaded, trust=trust) as (config, parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
-            _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
+            _prove_each_phase("NaN handling operational", engine, window, parts, check_nan_is_dropped),
             _prove_each_phase(CLIP, engine, window, parts, check_clipping)
             if parts.train.clip_norm
             else ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured"),
@@ -75,7 +70,7 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
     if differing:
         text += f" ({differing[0].module}: {differing[0].what})"
-    return ProofLine(name=AMP, holds=not differing, text=text)
+    return ProofLine(name="AMP/BF16 synchronised", holds=not differing, text=text)
 
 
 def _check_rate(
