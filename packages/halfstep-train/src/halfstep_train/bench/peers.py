@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
     with (
         silence(),
         isolate_row(device),
-        _restore_environment(),
+        mock.patch.dict(os.environ),  # restores the environment
         torch.random.fork_rng(devices=[device] if on_cuda else []),
         torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
         # Fail instead of timing a peer that silently fell back to eager.
@@ -149,17 +150,6 @@ def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
             yield
     else:
         yield
-
-
-@contextlib.contextmanager
-def _restore_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

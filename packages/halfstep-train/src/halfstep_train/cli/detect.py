@@ -76,13 +76,16 @@ def report_bugs(*, as_json: bool) -> None:
     """Test the known bugs of torch and cuDNN; exit with 1 if halfstep does not shield from one of them."""
     import torch
 
-    from halfstep_train.use.library_bugs import describe_bugs, find_bugs
+    from halfstep_train.use.library_bugs import find_bugs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     findings = list(find_bugs(device))
     if as_json:
-        report = {"torch": torch.__version__, "device": device, "bugs": describe_bugs(findings)}
-        typer.echo(json.dumps(report, indent=2))
+        bugs = [
+            {"name": one.bug.name, "what": one.bug.what, "here": one.is_here, "shielded": one.is_shielded}
+            for one in findings
+        ]
+        typer.echo(json.dumps({"torch": torch.__version__, "device": device, "bugs": bugs}, indent=2))
     else:
         console = Console()
         rows = [(finding.bug.name, finding.here, finding.with_halfstep, finding.bug.what) for finding in findings]

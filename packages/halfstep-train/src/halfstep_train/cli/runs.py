@@ -45,10 +45,7 @@ def command(
     if as_json:
         return typer.echo(json.dumps(replace_non_finite(rows), indent=2))
     if not rows:
-        hint = "; `halfstep runs DIR` lists another folder"
-        if (folder / "config.yaml").is_file():
-            hint = f", which is a run itself: halfstep top {folder}"
-        return typer.echo(f"no runs in {folder}{hint}")
+        return typer.echo(f"no runs in {folder}; `halfstep runs DIR` lists another folder")
     columns = {title: [format_facts(row)[title] for row in rows] for title in format_facts(rows[0])}
     return open_result_console().print(make_columns_table(columns, left=("run", "state")))
 

@@ -92,12 +92,9 @@ def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[s
     if not rows:
         return []
     meanings = {
-        "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {format_count(record['window_steps'], 'step')}, "
-        "including the copy of the batch to the device; windows: fastest to slowest; rate: at the median",
         **{f"x {name}": f"times as fast as {label}" for name, label in record["speedup_bases"].items()},
         "loss": f"after {format_count(record['steps'], 'step')} on one random batch, compared with "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
-        "of floor": "time of the counted arithmetic at the measured matmul rate, as a share of the step",
     }
     lines = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
     return [*lines, f"memory: {record['memory']}"]

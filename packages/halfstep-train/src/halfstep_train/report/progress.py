@@ -181,7 +181,12 @@ def show_live(bar: Bar, console: Console, *, is_summarised: bool = False) -> Ite
         redirect_stderr=False,
         transient=is_summarised,
     )
-    with _print_above_bar(console), live:
+    with contextlib.ExitStack() as stack:
+        if sys.stdout.isatty():
+            stack.enter_context(contextlib.redirect_stdout(AboveBar(console, sys.stdout)))
+        if sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(AboveBar(console, sys.stderr)))
+        stack.enter_context(live)
         try:
             yield
         finally:
@@ -204,16 +209,6 @@ class AboveBar(FileProxy):
 
     def flush(self) -> None:
         super().flush() if os.getpid() == self._owner else self.rich_proxied_file.flush()
-
-
-@contextlib.contextmanager
-def _print_above_bar(console: Console) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if sys.stdout.isatty():
-            stack.enter_context(contextlib.redirect_stdout(AboveBar(console, sys.stdout)))
-        if sys.stderr.isatty():
-            stack.enter_context(contextlib.redirect_stderr(AboveBar(console, sys.stderr)))
-        yield
 
 
 class PackingBar:

@@ -447,9 +447,6 @@ def _run_one(run: Run, job: Job) -> RunOutcome:
 @contextmanager
 def _ignore_ctrl_c() -> Iterator[None]:
     """Ignore SIGINT in the workers started inside: a terminal sends it to all processes, and the parent stops them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -279,11 +279,3 @@ def check_recurrent_format(device: str, is_guarded: bool) -> bool:
 def check_emulated_bf16(device: str, is_guarded: bool) -> bool:
     is_here = torch.cuda.is_bf16_supported() and not torch.cuda.is_bf16_supported(including_emulation=False)
     return is_here and not (is_guarded and decide("bf16", probe(device)).granted != "bf16")
-
-
-def describe_bugs(findings: Sequence[BugFinding]) -> list[dict[str, Any]]:
-    """Return the findings for --json."""
-    return [
-        {"name": one.bug.name, "what": one.bug.what, "here": one.is_here, "shielded": one.is_shielded}
-        for one in findings
-    ]
