@@ -45,7 +45,7 @@ from tiny_radio import write_tiny_demo
 CPU = Hardware(
     kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_total_bytes=8 * 2**30, support={"fp32": "native"}
 )
-CHEAP = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**8, sample_flops=lambda: 10**10)
+CHEAP = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**8)
 
 
 def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
@@ -234,7 +234,6 @@ def test_half_precision_and_recomputing_save_memory() -> None:
     assert half.fixed_bytes > full.fixed_bytes, "autocast keeps half copies of the weights"
     recomputed = predict_step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
     assert recomputed.sample_bytes < 0.8 * full.sample_bytes
-    assert recomputed.sample_flops() == full.sample_flops()
     known: dict[str, Any] = {}
     shared = [
         predict_step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known)

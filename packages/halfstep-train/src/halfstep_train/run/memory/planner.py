@@ -33,21 +33,11 @@ from halfstep_train.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep_train.tune.memory_low import NORMAL, MemorySetting
 from halfstep_train.tune.modes import Mode, has_convolutions
 
-COMPONENTS = {
-    "weights": "parameters and buffers",
-    "gathered": "sharded: parameters of the blocks in use, whole, and the buffers they are gathered into",
-    "gradients": "those that exist at the peak",
-    "reductions": "several ranks: gradients on their way to the other ranks",
-    "optimizer": "optimizer state",
-    "average": "averaged weights (EMA)",
-    "frozen parts": "networks that are not trained",
-    "half copies": "half-precision copies of fp32 weights (autocast)",
-    "activations": "tensors stored for backward",
-    "inputs": "the batch",
-    "workspaces": "temporary tensors, those of a watch, and the scratch memory of cuDNN and cuBLAS",
-    "graph pool": "fragmentation of a CUDA graph's memory",
-}
-"""What each component of a peak holds."""
+COMPONENTS = (
+    *("weights", "gathered", "gradients", "reductions", "optimizer", "average", "frozen parts", "half copies"),
+    *("activations", "inputs", "workspaces", "graph pool"),
+)
+"""The parts of a peak. docs/memory.md says what each of them holds."""
 
 MODES: tuple[Mode, ...] = ("eager", "compile", "graph")
 Layout = Literal["alone", "ddp", "shard"]

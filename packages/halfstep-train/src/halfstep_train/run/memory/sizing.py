@@ -162,13 +162,11 @@ def _measure_limit(plan: Plan, num_ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """What a step needs: bytes independent of the batch, and bytes and operations per sample."""
+    """What a step needs: bytes independent of the batch, and bytes per sample."""
 
     num_parameters: int
     fixed_bytes: int
     sample_bytes: int
-    sample_flops: Callable[[], int]
-    """Computed on demand: it takes another pass."""
     usable: float = USABLE_ON_CPU
     """The share of the device's memory that a step may use: less where workspaces are not predicted."""
 
@@ -213,7 +211,6 @@ def predict_step_cost(
         num_parameters=step.num_parameters,
         fixed_bytes=found.total - by_batch,
         sample_bytes=max(1, by_batch // size),
-        sample_flops=step.sample_flops,
         usable=USABLE if is_gpu else USABLE_ON_CPU,
     )
 

@@ -25,11 +25,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import look_up_gpu
@@ -166,15 +164,6 @@ class TraceableStep:
         own, *frozen = self.shard_blocks
         groups = [group_blocks(self.workload.model, own), *([[name] for name in names] for names in frozen)]
         return list_units(self.workload.list_modules(), groups)
-
-    def sample_flops(self) -> int:
-        """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
-        with self.pretence.enter(), _explain_failures(self.config.workload), torch.no_grad():
-            # The FLOP counter does not know the CPU's fused attention: use the unfused one.
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                self.workload.forward(self.workload.model.eval(), self._make_input(SEEN))
-            # Backward: one product for the input's gradient, one for the weight's.
-            return 3 * int(counter.get_total_flops()) // SEEN
 
     def count_input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
         """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
