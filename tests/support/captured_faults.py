@@ -7,6 +7,7 @@ optimizer state, the average, spikes, torch's generators and the user's own obje
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -326,12 +327,48 @@ def asks_whether_it_compiles(device: torch.device) -> Loop:
     return Loop(model, loss_fn)
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.scale, self.names = 1.0, ["first", "second"]
+        self.weight: Any = None
+
+
+def copied_settings(device: torch.device) -> Loop:
+    """Copy settings in loss_fn and write to the copy, as T5 and Whisper of transformers do; the settings change once."""
+    model, settings = make_net(device), Settings()
+
+    def loss_fn(batch: Any) -> Tensor:
+        copied = copy.deepcopy(settings)
+        copied.scale = copied.scale + 1
+        copied = copy.deepcopy(copied)
+        return get_loss(model, batch) * copied.scale * len(copied.names) * settings.scale
+
+    def change() -> None:
+        settings.scale = 0.5
+        settings.names.append("third")
+
+    return Loop(model, loss_fn, before=change_once(change))
+
+
+def copied_tensor(device: torch.device) -> Loop:
+    """Copy settings that hold a tensor, and write it: not captured, because a copy would keep it."""
+    model, settings = make_net(device), Settings()
+    settings.weight = torch.ones(3, device=device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        copied = copy.deepcopy(settings)
+        return get_loss(model, batch) * copied.weight.add_(1).mean()
+
+    return Loop(model, loss_fn, why_eager="deepcopy")
+
+
 LOOPS: dict[str, Callable[[torch.device], Loop]] = {
     function.__name__: function
     for function in (
         max_norm, clamped, masked, replaced_buffer, hidden_state, averaged_buffer, carried_in_dict, running_average,
         hooks_that_read, full_deque, two_losses, unfrozen_later, group_added_later, parameter_replaced, weight_moved,
         checkpointed_norm, unexpected_strides, unused_dropout, asks_whether_it_compiles,
+        copied_settings, copied_tensor,
     )
 } | {
     "max_norm_set_later": partial(max_norm, is_late=True),

@@ -15,6 +15,7 @@ is compared with Python code.
   `torch.autograd.grad` need it.
 - `torch.autograd.grad` without `retain_graph`, where the loss needs a part of the same graph again. Nothing is freed in
   traced code. In eager code, which runs first, it is an error unless that part, such as a cast, has nothing to free.
+- `copy.deepcopy` of plain objects such as a model's configuration, which Dynamo itself traces from torch 2.13 on.
 
 The generators are left to traced.py: what is drawn and not used must still be drawn in a replay.
 """
@@ -22,6 +23,7 @@ The generators are left to traced.py: what is drawn and not used must still be d
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import operator
@@ -36,7 +38,19 @@ import torch
 from torch import Tensor
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
+from torch._dynamo.source import GlobalSource
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ConstDictVariable,
+    LazyVariableTracker,
+    ListVariable,
+    TensorVariable,
+    TupleVariable,
+    UserDefinedObjectVariable,
+    VariableTracker,
+)
+from torch._dynamo.variables.base import AttributeMutationNew
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import DequeVariable
@@ -73,6 +87,7 @@ NUM_CALLERS = 2  # of a function that asks: a library may ask in one function fo
 MAX_TRUSTED = 8  # functions that get the true answer after all: the loss function is traced anew for each
 TRACES_GRADIENTS = hasattr(torch._dynamo.config, "trace_autograd_ops")
 """Whether Dynamo knows `torch.autograd.grad`: since torch 2.11."""
+CONTAINERS = (ConstDictVariable, ListVariable, TupleVariable)
 BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 """Functions that read the shape of a tensor, and not its values."""
 
@@ -150,6 +165,8 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
         if TRACES_GRADIENTS:
             handlers, grad = TorchInGraphFunctionVariable._get_handlers(), torch.autograd.grad
             stack.enter_context(mock.patch.dict(handlers, {grad: retain(handlers[grad])}))
+        call = BuiltinVariable.call_deepcopy
+        stack.enter_context(mock.patch.object(BuiltinVariable, "call_deepcopy", copy_plain(call)))
         yield
 
 
@@ -230,6 +247,53 @@ def format_later(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse(what: str, context: str) -> NoReturn:
     unimplemented(gb_type=what, context=context, explanation="Python runs it", hints=[])
+
+
+# --- copies of plain objects ---
+
+
+def copy_plain(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how `copy.deepcopy` is traced: an object is copied once, and again when what it holds has changed."""
+
+    def call_deepcopy(function: Any, tx: Any, original: Any) -> Any:
+        original, effects = original.realize(), tx.output.side_effects
+        if isinstance(original, ConstantVariable):
+            return original
+        if type(original) in CONTAINERS:
+            return tx.inline_user_function_return(VariableTracker.build(tx, copy_container), [original], {})
+        if type(original) is not UserDefinedObjectVariable or not is_plain(original.value):
+            return call(function, tx, original)
+        held = [LazyVariableTracker.realize_all(original.var_getattr(tx, name)) for name in vars(original.value)]
+        VariableTracker.visit(refuse_if_modified, held)
+        value = copy.deepcopy(original.value)
+        for name, written in effects.store_attr_mutations.get(original, {}).items():
+            object.__setattr__(value, name, written.as_python_constant())
+        source = GlobalSource(tx.output.install_global_by_id("copied", value))
+        copied = VariableTracker.build(tx, value, source).realize()
+        copied.mutation_type = AttributeMutationNew()  # what is written to the copy stays in this trace
+        return copied
+
+    return call_deepcopy
+
+
+def is_plain(value: Any) -> bool:
+    """True for an object that holds constants in containers, and is copied as Python does by default."""
+    kind, copies = type(value), dict[int, Any]()
+    if hasattr(kind, "__deepcopy__") or hasattr(kind, "__slots__") or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return False
+    copied = copy.deepcopy(value, copies)
+    return all(one is copied or type(one) in (dict, list, set, tuple) for one in copies.values())
+
+
+def refuse_if_modified(held: Any) -> None:
+    if getattr(held.mutation_type, "is_modified", False):
+        refuse("a container that was changed before", "copy.deepcopy")
+
+
+def copy_container(original: Any) -> Any:
+    if isinstance(original, dict):
+        return {name: copy.deepcopy(one) for name, one in original.items()}
+    return type(original)([copy.deepcopy(one) for one in original])
 
 
 # --- branches whose way is known ---
