@@ -386,7 +386,7 @@ class TraceCallback:
         settings = {
             "skip_nnmodule_hook_guards": False,
             "allow_rnn": True,
-            **({"trace_autograd_ops": True} if TRACES_GRADIENTS else {}),
+            **({"trace_autograd_ops": True, "enable_dynamo_decompositions": False} if TRACES_GRADIENTS else {}),
             "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
             "recompile_limit": MAX_ENTRIES,
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
