@@ -334,7 +334,7 @@ class Settings:
 
 
 def copied_settings(device: torch.device) -> Loop:
-    """Copy settings in loss_fn and write to the copy, as T5 and Whisper of transformers do; the settings change once."""
+    """Copy settings and write to the copy, as T5 and Whisper of transformers do; the settings change once."""
     model, settings = make_net(device), Settings()
 
     def loss_fn(batch: Any) -> Tensor:

@@ -65,7 +65,7 @@ def muon(device: torch.device, **settings: Any) -> Loop:
 def scheduled_muon(device: torch.device) -> Loop:
     loop = muon(device, schedule=lambda step: 1.0 / (1 + step), accumulate=2)
     if device.type == "cpu":  # where Muon takes its learning rate as a number
-        loop.why_eager = "optimizer settings or numbers in the batch change at every step"
+        loop.why_eager = "change at every step"
     return loop
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,13 @@ def inner_steps(step: hs.Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor
     return F.cross_entropy(functional_call(model, weights, (x.flip(0),)), y)
 
 
+def first_order_steps(step: hs.Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """MAML of the first order: torch.autograd.grad with an iterator and arguments by position."""
+    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), model.parameters(), None, True, False)
+    weights = {name: w - 0.1 * g for (name, w), g in zip(model.named_parameters(), gradients, strict=True)}
+    return F.cross_entropy(functional_call(model, weights, (x.flip(0),)), y)
+
+
 def adversarial(step: hs.Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """FGSM: a gradient that is not differentiated again."""
     x = x.detach().requires_grad_()
@@ -71,14 +79,46 @@ def balanced(step: hs.Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return losses[0] + (norms[0] / (norms[1] + 1e-4)).clamp(0, 10).detach() * losses[1]
 
 
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x**2
+
+
+def through_function(step: hs.Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A penalty that is zero in the first steps: torch's compiler loses a part of its gradient."""
+    x = x.detach().requires_grad_()
+    slope = step.grad(Cubed.apply(model(x)), x)
+    assert isinstance(slope, Tensor)
+    return F.cross_entropy(model(x), y) + F.relu(slope.norm(dim=1) - 0.8).sum()
+
+
+def beside_a_hook(step: hs.Step, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A hook on a weight, in which eager code changes this gradient, too."""
+    weight = next(iter(model.parameters()))
+    if not weight._backward_hooks:
+        weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), weight)
+    return F.cross_entropy(model(x), y) + (slope * weight).sum()
+
+
 CASES: dict[str, Loss] = {
-    function.__name__: function for function in (penalty, penalty_by_torch, physics, inner_steps, adversarial, balanced)
+    function.__name__: function
+    for function in (penalty, penalty_by_torch, physics, inner_steps, first_order_steps, adversarial, balanced)
 }
+LEFT_EAGER: dict[str, Loss] = {"autograd.Function": through_function, "hooks": beside_a_hook}
+"""By a part of the reason: what is not captured, because it would train differently."""
 
 
 def make_loop(name: str, device: torch.device) -> Loop:
     model, steps = make_net(device), {}
-    loop = Loop(model, lambda batch: CASES[name](steps["now"], model, *batch))
+    loop = Loop(model, lambda batch: (CASES | LEFT_EAGER)[name](steps["now"], model, *batch))
     loop.before = lambda step, _: steps.update(now=step)
     return loop
 
@@ -94,6 +134,12 @@ def assert_same(name: str, device: torch.device, precision: str = "fp32") -> Non
     assert (found.why_eager, found.step.mode) == ("", "graph")
     captured_faults.assert_same_history(found, expected)
     assert not found.history[8]["committed"]
+
+
+def assert_left_eager(name: str, device: torch.device) -> None:
+    expected, found = (train(name, device, fast) for fast in ("off", "graph"))
+    assert name in found.why_eager
+    captured_faults.assert_same_history(found, expected)
 
 
 def assert_close(name: str, device: torch.device, precision: str = "fp32") -> None:

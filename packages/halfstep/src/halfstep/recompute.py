@@ -215,9 +215,9 @@ def make_contexts(block: Run, how: Recompute) -> Callable[[], Contexts]:
 
     def make_both() -> Contexts:
         if how == "blocks":
-            return contextlib.nullcontext(), _protect_statistics(block)
+            return contextlib.nullcontext(), ProtectedStatistics(block)
         keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
-        return keeping, _enter_both(_protect_statistics(block), replaying)
+        return keeping, _enter_both(ProtectedStatistics(block), replaying)
 
     return make_both
 
@@ -308,17 +308,22 @@ def disable_autocast_cache(is_off: bool = True) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-@contextlib.contextmanager
-def _protect_statistics(block: Run) -> Iterator[None]:
-    """Let BatchNorm update temporary copies of its running statistics while a block is recomputed."""
-    assert isinstance(block, nn.Module)
-    kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _NormBase)]
-    try:
-        for norm, buffers in kept:
+class ProtectedStatistics:
+    """Let BatchNorm update temporary copies of its running statistics whenever a block is recomputed: twice for a loss
+    that takes a gradient itself."""
+
+    def __init__(self, block: Run) -> None:
+        assert isinstance(block, nn.Module)
+        self.norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+        self.kept: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self.kept = [dict(norm._buffers) for norm in self.norms]
+        for norm, buffers in zip(self.norms, self.kept, strict=True):
             norm._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-        yield
-    finally:
-        for norm, buffers in kept:
+
+    def __exit__(self, *_: object) -> None:
+        for norm, buffers in zip(self.norms, self.kept, strict=True):
             norm._buffers.update(buffers)
 
 

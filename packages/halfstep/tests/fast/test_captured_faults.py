@@ -119,6 +119,43 @@ def test_losses_that_take_a_gradient_themselves(name: str) -> None:
     inner_gradients.assert_same(name, CPU)
 
 
+@pytest.mark.skipif(not TRACES_GRADIENTS, reason="needs torch 2.11")
+@pytest.mark.parametrize("reason", inner_gradients.LEFT_EAGER)
+def test_gradients_that_traced_code_would_take_differently(reason: str) -> None:
+    inner_gradients.assert_left_eager(reason, CPU)
+
+
+@pytest.mark.skipif(not TRACES_GRADIENTS, reason="needs torch 2.11")
+def test_a_graph_that_is_not_retained_any_more_raises_as_in_eager_code() -> None:
+    model, keeps = make_net(CPU), {"left": 7}
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32", fast="graph")
+
+    def loss_fn(batch: Any) -> Tensor:
+        loss = get_loss(model, batch)
+        (slope,) = torch.autograd.grad(loss, model[0].weight, retain_graph=keeps["left"] > 0)
+        return loss + slope.square().sum()
+
+    for _ in range(7):
+        step(loss_fn, [make_batch(torch.Generator())])
+        keeps["left"] -= 1
+    assert step.mode == "graph"
+    with pytest.raises(RuntimeError, match="a second time"):
+        step(loss_fn, [make_batch(torch.Generator())])
+
+
+def test_a_loss_that_reads_the_last_gradient_stays_eager_with_a_reason() -> None:
+    model = make_net(CPU)
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32", fast="graph")
+
+    def loss_fn(batch: Any) -> Tensor:
+        last = model[0].weight.grad
+        return get_loss(model, batch) + (0.0 if last is None else last.square().sum())
+
+    for _ in range(12):
+        step(loss_fn, [make_batch(torch.Generator())])
+    assert "what loss_fn reads change at every step" in step._fast.why_eager
+
+
 @pytest.mark.parametrize(
     ("name", "bad_at"),
     [

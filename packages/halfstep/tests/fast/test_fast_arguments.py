@@ -74,6 +74,25 @@ def test_low_memory_recomputes_blocks_and_trains_to_the_same_bits() -> None:
     assert kept_low < kept / 2
 
 
+def test_low_memory_recomputes_twice_for_a_gradient_penalty() -> None:
+    """With batch norm, whose statistics no recomputation may change."""
+    found = []
+    for memory in ("normal", "low"):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4)]
+        model = nn.Sequential(*blocks, nn.Linear(4, 1))
+        step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32", memory=memory)
+
+        def loss_fn(x: Tensor, model: nn.Module = model, step: hs.Step = step) -> Tensor:
+            x = x.detach().requires_grad_()
+            return (step.grad(model(x), x).norm(dim=1) - 1).square().mean()
+
+        for batch in torch.randn(3, 6, 4):
+            step(loss_fn, [batch])
+        found.append(model.state_dict())
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
 def test_low_memory_without_blocks_warns() -> None:
     model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="found no repeated blocks in Linear"):

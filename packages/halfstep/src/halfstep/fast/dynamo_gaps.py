@@ -26,6 +26,7 @@ import contextlib
 import copy
 import dis
 import functools
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -88,6 +89,7 @@ MAX_TRUSTED = 8  # functions that get the true answer after all: the loss functi
 TRACES_GRADIENTS = hasattr(torch._dynamo.config, "trace_autograd_ops")
 """Whether Dynamo knows `torch.autograd.grad`: since torch 2.11."""
 CONTAINERS = (ConstDictVariable, ListVariable, TupleVariable)
+GRAD_ARGUMENTS = tuple(inspect.signature(torch.autograd.grad).parameters)
 BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 """Functions that read the shape of a tensor, and not its values."""
 
@@ -278,7 +280,8 @@ def copy_plain(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_plain(value: Any) -> bool:
     """True for an object that holds constants in containers, and is copied as Python does by default."""
-    kind, copies = type(value), dict[int, Any]()
+    kind: Any = type(value)
+    copies: dict[int, Any] = {}
     if hasattr(kind, "__deepcopy__") or hasattr(kind, "__slots__") or kind.__reduce_ex__ is not object.__reduce_ex__:
         return False
     copied = copy.deepcopy(value, copies)
@@ -372,12 +375,17 @@ def is_random(name: str) -> bool:
 
 
 def retain(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace `torch.autograd.grad` with `retain_graph=True`, unless it is given by position."""
+    """Trace `torch.autograd.grad` with `retain_graph=True`, and with lists of tensors for iterators of them."""
 
     def grad(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
-        if len(arguments) < 4:
-            named["retain_graph"] = ConstantVariable.create(True)
-        return handler(variable, tx, *arguments, **named)
+        named = dict(zip(GRAD_ARGUMENTS, arguments, strict=False)) | named
+        if isinstance(asked := named.get("retain_graph", variable).realize(), SymNodeVariable):
+            asked.evaluate_expr()  # guards: eager code may not retain it in another step
+        named["retain_graph"] = ConstantVariable.create(True)
+        for name in ("outputs", "inputs"):
+            if not isinstance(given := named[name].realize(), TensorVariable):
+                named[name] = VariableTracker.build(tx, list).call_function(tx, [given], {})
+        return handler(variable, tx, named.pop("outputs"), named.pop("inputs"), **named)
 
     return grad
 

@@ -112,7 +112,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 WARMUP_STEPS = 3
 """Eager steps before the first trace: optimizers build their state, cuDNN chooses its algorithms."""
 MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
-MAX_UNUSED = 4  # graphs captured for windows of one shape without one replay
+MAX_UNUSED = 4  # graphs captured, or entries compared again, for windows of one shape without one replay
 IDLE_STEPS = 1000  # steps after which a graph that was not replayed gives its place to another
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time in steps, for comparing replays with uncaptured code again
@@ -658,6 +658,9 @@ class FastPath:
         if reason:
             raise NotTraced(tracer.reason)
         tracer.reason = ""
+        if all(call.entry.is_compared for call in trial.calls):  # another one was, when the window was traced
+            attempt.shape.num_unused += 1
+            refuse_unused(attempt.shape)
         for call in trial.calls:
             call.entry.is_compared = True
         for level in self.levels:
@@ -695,8 +698,7 @@ class FastPath:
 
     def _has_place(self, level: Level, shape: Shape) -> bool:
         """True if one more graph may be captured. Refuse to capture windows of one shape again and again."""
-        if shape.num_unused >= MAX_UNUSED:
-            raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
+        refuse_unused(shape)
         if not level.graphs and (no_room := self._find_no_room()):
             raise NotTracedWhole(no_room)
         if len(level.graphs) < self.options.max_graphs:
@@ -884,6 +886,13 @@ class FastPath:
         return (
             f"a graph would keep {needed / 1e9:.1f} GB of activations, and {free / 1e9:.1f} GB are free; fast='graph' "
             "captures anyway"
+        )
+
+
+def refuse_unused(shape: Shape) -> None:
+    if shape.num_unused >= MAX_UNUSED:
+        raise NotTraced(
+            "parameters, optimizer settings, numbers in the batch or what loss_fn reads change at every step"
         )
 
 

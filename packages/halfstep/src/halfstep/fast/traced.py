@@ -228,6 +228,8 @@ class TracedLoss:
         is_double = any(isinstance(one, Promise) and one.dtype == torch.float64 for one in entry.outputs)
         if is_double and any(map(is_numpy_number, module.graph.find_nodes(op="placeholder"))):
             entry.why_not = "torch's compiler computes with a NumPy number in float64: use float(number)"
+        entry.takes_gradient, wrong = find_inner_gradients(module)
+        entry.why_not = entry.why_not or wrong
         entry.host_draws = find_host_draws(module, self.device)
         entry.has_side_effects, wrong = find_side_effects()
         entry.why_not = entry.why_not or wrong
@@ -334,6 +336,8 @@ class TracedLoss:
             raise Outdated
         if entry.why_not:
             raise NotTracedWhole(entry.why_not)
+        if entry.takes_gradient and any(isinstance(one, Tensor) and one._backward_hooks for one in inputs):
+            raise NotTraced("loss_fn takes a gradient itself, which traced code computes without the hooks on weights")
         if not entry.was_called and any(
             isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
         ):  # a guard compares whether an input requires a gradient
@@ -480,6 +484,16 @@ def find_above(nodes: Sequence[Node]) -> set[Node]:
             found.add(node)
             left += node.all_input_nodes
     return found
+
+
+def find_inner_gradients(module: GraphModule) -> tuple[bool, str]:
+    """Return whether the loss takes a gradient itself, and why the traced code would compute another one."""
+    found = [node for node in module.graph.nodes if node.target is torch.autograd.grad]
+    above = find_above([node for node in found if node.kwargs.get("create_graph")])
+    # torch's compiler differentiates such a gradient without what the Function's backward depends on.
+    if any("autograd_function" in str(node.target) for node in above):
+        return True, "a gradient that loss_fn takes with create_graph=True passes a torch.autograd.Function"
+    return bool(found), ""
 
 
 def list_draws(module: GraphModule) -> list[Node]:

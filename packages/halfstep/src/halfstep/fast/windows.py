@@ -67,6 +67,7 @@ class Entry:
     last_inputs: list[Any] | None = None  # weak references to the tensors of the last call
     changing: set[int] = field(default_factory=set)  # inputs that are other tensors at every step
     has_numbers: bool = False  # whether an input is no tensor
+    takes_gradient: bool = False  # whether the loss function calls torch.autograd.grad itself
     has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
 
 
