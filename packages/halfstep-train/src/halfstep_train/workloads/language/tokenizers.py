@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,44 +28,27 @@ OWN_FILE = "halfstep_tokenizer.json"
 """File next to exported weights if Hugging Face has no format for the tokenizer."""
 
 
-class Tokenizer(Protocol):
-    """Interface: convert text to ids from 0 to num_tokens - 1, and back."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def end(self) -> int | None:
-        """Return the token that ends a document, if there is one."""
-        ...
-
-    def encode(self, text: str, *, source: str = "the text") -> Array: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def get_byte_lengths(self) -> Array | None:
-        """Return the number of UTF-8 bytes of each token (0 for the end of a document), or None if unknown."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values from which `restore_tokenizer` makes the tokenizer."""
-        ...
-
-
 class Bytes:
-    """One token per UTF-8 byte, and one for the end of a document."""
+    """One token per UTF-8 byte, and one for the end of a document.
+
+    The other tokenizers have the same attributes and methods; their `end` is None if no token ends a document.
+    """
 
     name, num_tokens, end = "bytes", 257, 256
 
     def encode(self, text: str, *, source: str = "the text") -> Array:
+        """Return ids from 0 to num_tokens - 1; an error names the `source` of the text."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def get_byte_lengths(self) -> Array:
+        """Return the number of UTF-8 bytes of each token (0 for the end of a document); Bpe returns None if unknown."""
         return np.array([1] * 256 + [0])
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `restore_tokenizer` makes the tokenizer."""
         return {"kind": "bytes"}
 
 
@@ -209,6 +192,9 @@ class Tiktoken:
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "tiktoken", "encoding": self.encoding}
+
+
+Tokenizer = Bytes | Characters | Bpe | Tiktoken
 
 
 def restore_tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
