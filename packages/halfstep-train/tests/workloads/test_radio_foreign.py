@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.workloads import load
-from halfstep_train.workloads.radio.build_vae import build_vae
+from halfstep_train.workloads.radio.first_stage import build_vae
 from tiny_radio import write_tiny_demo
 
 STAGE2 = """

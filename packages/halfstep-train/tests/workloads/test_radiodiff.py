@@ -29,8 +29,8 @@ from halfstep_train.workloads.base.vae_trainer import (
     hinge_generator_loss,
 )
 from halfstep_train.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
-from halfstep_train.workloads.radio.build_vae import sum_errors
 from halfstep_train.workloads.radio.config import FirstStageConfig
+from halfstep_train.workloads.radio.first_stage import sum_errors
 from halfstep_train.workloads.radio.guide import Guide
 from halfstep_train.workloads.radio.maps import read_gray
 from halfstep_train.workloads.radio.vae import RadioVAE
@@ -251,7 +251,7 @@ def test_a_first_stage_that_is_not_there_is_named_with_the_way_to_one(data: Path
     with pytest.raises(ConfigError, match="needs its first stage") as refused:
         build(settings("radiodiff", data, DIFFUSION).config)
     assert "halfstep train radiodiff_vae" in refused.value.fix
-    with pytest.raises(ModelError, match="no first stage at"):
+    with pytest.raises(ModelError, match="no weights at"):
         build(settings("radiodiff", data, DIFFUSION, model__vae=str(tmp_path / "nowhere")).config)
     with pytest.raises(ModelError, match="no first stage in"):
         build(settings("radiodiff", data, DIFFUSION, model__vae=str(tmp_path)).config)

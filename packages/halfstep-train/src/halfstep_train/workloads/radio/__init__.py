@@ -32,9 +32,9 @@ _radio_kind = partial(
 )
 
 VAE_KIND = _radio_kind(
-    builder=".build_vae:build_vae",
+    builder=".first_stage:build_vae",
     config=RadioVaeConfig,
-    export=".build_vae:export",
+    export=".first_stage:export_vae",
     evaluate=EvaluateCommand(".evaluate:RadioEvaluation"),
     predict=PredictCommand(".predict:GainPredictor", writes_files=True),
     guide=_GUIDE,

@@ -22,7 +22,6 @@ from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
-from halfstep_train.workloads.radio import build_vae
 from halfstep_train.workloads.radio.config import (
     FirstStageConfig,
     RadioDiffConfig,
@@ -33,8 +32,10 @@ from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, 
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
     add_latents,
+    build_vae_model,
     get_latent_shape,
     get_reduction,
+    make_vae_workload,
     measure_scale,
     open_first_stage,
     read_some_maps,
@@ -198,14 +199,8 @@ class Denoising:
         return found | {"map": self.sample(unet, features, batch)} if "start" in batch else found
 
     def compute_loss(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        losses = ddm_loss(
-            outputs["drift"],
-            outputs["predicted"],
-            outputs["x0"],
-            batch["noise"],
-            batch["time"],
-            weighted=self.config.weighted_loss,
-        )
+        drift, predicted, x0 = outputs["drift"], outputs["predicted"], outputs["x0"]
+        losses = ddm_loss(drift, predicted, x0, batch["noise"], batch["time"], weighted=self.config.weighted_loss)
         return losses.mean(), len(losses)
 
     def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
@@ -227,9 +222,7 @@ def make_workload(
     settled: Mapping[str, Any] | None = None,
 ) -> Workload:
     """Build the workload from its model, first stage and data."""
-    denoising = Denoising(config, store, cast(RadioVAE, vae.module))
-
-    settings = config.model
+    denoising, settings = Denoising(config, store, cast(RadioVAE, vae.module)), config.model
     return Workload(
         name=config.workload,
         model=model,
@@ -247,11 +240,7 @@ def make_workload(
         store=store,
         notes=data.notes,
         val_names=data.list_val_names(),
-        about=(
-            *data.about,
-            *about,
-            ("sampling", describe_steps(settings.sampling_steps, settings)),
-        ),
+        about=(*data.about, *about, ("sampling", describe_steps(settings.sampling_steps, settings))),
         frozen={"vae": vae},
         settled=settled or {},
         sample=make_sampler(data.val, denoising.prepare, denoising.forward),
@@ -277,7 +266,7 @@ def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Wor
     """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):
-        return build_vae.make_workload(config, build_vae.build_model(config), data)
+        return make_vae_workload(config, build_vae_model(config), data)
     store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(FirstStageConfig(**store["sizes"])).eval())
     return make_workload(config, store, build_unet(config, store), vae, data)

@@ -25,9 +25,8 @@ from halfstep_train.workloads.base.using import FilePredictor, Input, PredictReq
 from halfstep_train.workloads.base.vae_trainer import VaeNet
 from halfstep_train.workloads.base.workload import FrozenPart
 from halfstep_train.workloads.radio.build import Denoising, build_unet
-from halfstep_train.workloads.radio.build_vae import build_model
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
-from halfstep_train.workloads.radio.first_stage import open_first_stage
+from halfstep_train.workloads.radio.first_stage import build_vae_model, open_first_stage
 from halfstep_train.workloads.radio.maps import (
     GAIN_NAME,
     RadioFiles,
@@ -109,7 +108,7 @@ class GainPredictor(FilePredictor):
 
     def __init__(self, config: RadioVaeConfig, store: Store) -> None:
         self.config, self.size = config, (store["image_size"], store["image_size"])
-        self.model = build_model(config)
+        self.model = build_vae_model(config)
 
     def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
         truth = _read_gain(item.path, self.size, self.config.data.threshold)
