@@ -23,12 +23,12 @@ class Sums:
             self.sums[name] = value if known is None else known.to(value.device) + value
 
     def add_mean(self, name: str, values: Tensor, is_counted: Tensor | None = None) -> None:
-        """Add values, or those of them that count, to the sum and the count from which `compute_means` makes a mean."""
+        """Add values, or those of them that count, to the sum and the count from which `compute` makes a mean."""
         is_counted = torch.ones_like(values, dtype=torch.bool) if is_counted is None else is_counted
         total = torch.where(is_counted, values.double(), 0).sum()
         self.add(**{name: torch.stack([total, is_counted.sum().double()])})
 
-    def compute_means(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Return the mean of each name given to `add_mean` that has counted values; waits for the device."""
         pairs = {name: found.tolist() for name, found in self.sums.items()}
         return {name: total / count for name, (total, count) in pairs.items() if count}
@@ -50,6 +50,3 @@ class Means(Sums):
     def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
         for name, score in self.scores.items():
             self.add_mean(name, score(outputs, batch))
-
-    def compute(self) -> dict[str, float]:
-        return self.compute_means()

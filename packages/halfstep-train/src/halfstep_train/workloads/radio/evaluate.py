@@ -36,14 +36,10 @@ class RadioDetails(RadioMetrics):
         super().__init__()
         self._scored: list[Tensor] = []
 
-    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        # Score the maps here instead of in the base class, to get the score of each map.
-        before = dict(outputs)
-        maps = before.pop("map", None)
-        super().update(before, batch)
-        if maps is not None:
-            found = self.add_maps(maps, batch["truth"])
-            self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
+    def add_maps(self, predicted: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = super().add_maps(predicted, batch)
+        self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
+        return found
 
     def rank_maps(self) -> list[tuple[int, float]]:
         """Return (index, NMSE) of each map, worst first; waits for the device."""
@@ -79,8 +75,6 @@ class RadioEvaluation(PlainEvaluation):
 
 class SamplingEvaluation(RadioEvaluation):
     """Evaluation of stage 2, with any number of sampling steps and any split."""
-
-    num_scored = 0
 
     @staticmethod
     def drop_training_settings(config: RunConfig) -> RunConfig:

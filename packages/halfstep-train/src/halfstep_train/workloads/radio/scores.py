@@ -75,16 +75,12 @@ class RadioMetrics(Sums):
             if name.startswith("error_"):
                 self.add_mean(name.removeprefix("error_"), errors)
         if "map" in outputs:
-            self.add_maps(outputs["map"], batch["truth"])
+            self.add_maps(outputs["map"], batch)
 
-    def add_maps(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
+    def add_maps(self, predicted: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Score maps (B, 1, H, W) in 0..1, add the scores to the sums, and return them."""
-        found, flat = score_maps(predicted, true), true.flatten(1)
+        found, flat = score_maps(predicted, batch["truth"]), batch["truth"].flatten(1)
         has_score = {"nmse": (flat != 0).any(1), "nmse_variance": (flat != flat[:, :1]).any(1)}
         for name, scores in found.items():
             self.add_mean(name, scores, has_score.get(name))
         return found
-
-    def compute(self) -> dict[str, float]:
-        """Return the means; waits for the device."""
-        return self.compute_means()
