@@ -285,7 +285,7 @@ def test_the_truth_has_no_loss_and_gives_back_the_latent() -> None:
     x0, noise, time = torch.randn(4, 3, 4, 4), torch.randn(4, 3, 4, 4), torch.tensor([1e-4, 0.1, 0.7, 1.0])
     x_t = add_noise(x0, time, noise)
     torch.testing.assert_close(recover_x0(x_t, time, -x0, noise), x0, rtol=1e-5, atol=1e-5)
-    assert torch.equal(ddm_loss(-x0, noise, x0, noise, time, weighted=True, with_l1=True), torch.zeros(4))
+    assert torch.equal(ddm_loss(-x0, noise, x0, noise, time, weighted=True), torch.zeros(4))
 
 
 def test_noising_is_fp32_under_half_autocast() -> None:

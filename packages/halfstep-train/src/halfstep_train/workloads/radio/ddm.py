@@ -24,9 +24,9 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(x_t, times) -> predicted C and noise."""
 
 
-def scale_times(uniform: Tensor, smallest: float = SMALLEST_TIME) -> Tensor:
-    """Map uniform draws in 0..1 to training times in (smallest, 1]."""
-    return uniform * (1.0 - smallest) + smallest
+def scale_times(uniform: Tensor) -> Tensor:
+    """Map uniform draws in 0..1 to training times in (SMALLEST_TIME, 1]."""
+    return uniform * (1.0 - SMALLEST_TIME) + SMALLEST_TIME
 
 
 @in_fp32
@@ -44,31 +44,27 @@ def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tenso
 
 
 @in_fp32
-def ddm_loss(
-    drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool, with_l1: bool = True
-) -> Tensor:
-    """Return the loss (B,): squared errors of C and noise, or with L1 the mean of squared and absolute errors.
+def ddm_loss(drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool) -> Tensor:
+    """Return the loss (B,): the mean of squared and absolute errors of C and noise.
 
     With weights, C counts 2 exp(1 - t), which falls from 5.4 to 2, and noise counts exp(sqrt(t)), which rises from 1 to
     2.7.
     """
     # The true drift is C = -x0.
     errors = (drift + x0, noise - true_noise)
-    parts = [_average(error.square()) for error in errors]
-    if with_l1:
-        parts = [(part + _average(error.abs())) / 2 for part, error in zip(parts, errors, strict=True)]
+    parts = [(_average(error.square()) + _average(error.abs())) / 2 for error in errors]
     weights = (2 * torch.exp(1 - time), torch.exp(time.sqrt())) if weighted else (1.0, 1.0)
     return weights[0] * parts[0] + weights[1] * parts[1]
 
 
-def list_times(steps: int, *, split_last: bool = True, smallest: float = SMALLEST_TIME) -> tuple[float, ...]:
+def list_times(steps: int, *, split_last: bool = True) -> tuple[float, ...]:
     """Return the time of each network call, from 1 down.
 
-    By default the last of the equal steps is split at `smallest`, as in the public sampler: N steps take N + 1 calls.
-    Without the split, N steps take N calls.
+    By default the last of the equal steps is split at SMALLEST_TIME, as in the public sampler: N steps take N + 1
+    calls. Without the split, N steps take N calls.
     """
     times = tuple(1 - step / steps for step in range(steps))
-    return (*times, smallest) if split_last else times
+    return (*times, SMALLEST_TIME) if split_last else times
 
 
 @torch.no_grad()

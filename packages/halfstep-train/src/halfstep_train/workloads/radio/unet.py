@@ -387,10 +387,6 @@ def _make_up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:
     return nn.Sequential(first, nn.Conv2d(inputs, outputs, 3, padding=1))
 
 
-def _make_down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 4, 2, 1) if halves else nn.Conv2d(inputs, outputs, 3, padding=1)
-
-
 class RadioUNet(Recomputing):
     """Predict C and noise, both in fp32, from the noisy latent, the time, and the condition as a full-size image."""
 
@@ -415,7 +411,8 @@ class RadioUNet(Recomputing):
                 TimedBlock(dims[i], dims[i], time_dim),
                 Relation(dims[i], dims[i], windows[i], dropout),
                 TimedBlock(dims[i], dims[i], time_dim),
-                _make_down(dims[i], dims[i + 1], halves=i < num_levels - 1),
+                # All levels but the last halve the map.
+                nn.Conv2d(dims[i], dims[i + 1], *((4, 2, 1) if i < num_levels - 1 else (3, 1, 1))),
                 dims[i],
             )
             for i in range(num_levels)
