@@ -56,12 +56,9 @@ def draw_condition(condition: Array) -> Array:
 
 def draw_gain(gain: Array) -> Array:
     """Draw a gain in 0..1 from black over violet and orange to white, with brightness increasing monotonically."""
-    stops = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], dtype=np.float64)
-    # Interpolate linearly between the colours of neighbouring stops.
-    position = np.clip(gain, 0, 1) * (len(stops) - 1)
-    low = np.minimum(position.astype(int), len(stops) - 2)
-    part = (position - low)[..., None]
-    return np.asarray((stops[low] * (1 - part) + stops[low + 1] * part).round().astype(np.uint8))
+    from matplotlib import colormaps
+
+    return np.asarray(colormaps["magma"](gain, bytes=True)[..., :3])
 
 
 def draw_error(predicted: Array, truth: Array) -> Array:
