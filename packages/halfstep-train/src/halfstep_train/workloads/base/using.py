@@ -132,15 +132,10 @@ class Predictor(Protocol):
     """Interface of `halfstep predict` for one workload. Optional attributes `frozen` and `values` are as in Workload
     and are moved to the device with the model."""
 
-    @property
-    def model(self) -> nn.Module:
-        """Return the model as built; weights are loaded later."""
-        ...
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """Return the extensions of the files to read from an input folder; empty if it takes no inputs."""
-        ...
+    model: nn.Module
+    """As built; weights are loaded later."""
+    endings: tuple[str, ...]
+    """Extensions of the files to read from an input folder; empty if it takes no inputs."""
 
     def answer_all(
         self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar

@@ -229,14 +229,12 @@ def refuse_bad_name(name: str, whose: str) -> None:
 
 def wrap_frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
     """Wrap bare modules as FrozenPart."""
-    return {name: _wrap_frozen_part(name, part) for name, part in given.items()}
-
-
-def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
-    refuse_bad_name(name, "a frozen part")
-    if not isinstance(part, nn.Module | FrozenPart):
-        raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
-    return part if isinstance(part, FrozenPart) else FrozenPart(module=part)
+    for name, part in given.items():
+        refuse_bad_name(name, "a frozen part")
+        if not isinstance(part, nn.Module | FrozenPart):
+            what = f"the frozen part {name!r} is a {type(part).__name__}"
+            raise ConfigError(what, fix="give an nn.Module or FrozenPart")
+    return {name: part if isinstance(part, FrozenPart) else FrozenPart(module=part) for name, part in given.items()}
 
 
 def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
