@@ -7,7 +7,7 @@ fan-out normal, and the last BatchNorm of each block with gain 0, so that a bloc
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -181,11 +181,8 @@ CHAINED: Checks = {
 def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
     """Return the layers of a block in the form that the chain expects."""
     assert isinstance(block, BasicBlock | Bottleneck)
-    match [*block.downsample.children()]:
-        case [nn.Conv2d() as convolution, nn.BatchNorm2d() as norm]:
-            return ResNetBlock(layers=block.list_layers(), projection=(convolution, norm), keep=keep)
-        case _:
-            return ResNetBlock(layers=block.list_layers(), projection=None, keep=keep)
+    projection = cast("Layer | None", tuple(block.downsample.children()) or None)  # nn.Identity has no children
+    return ResNetBlock(layers=block.list_layers(), projection=projection, keep=keep)
 
 
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:

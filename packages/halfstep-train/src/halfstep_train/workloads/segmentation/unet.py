@@ -8,7 +8,7 @@ of its skip connection.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +72,7 @@ class Down(nn.Module):
         return self.maxpool_conv(x)
 
     def get_convolutions(self) -> DoubleConv:
-        block = self.maxpool_conv[1]
-        assert isinstance(block, DoubleConv)
-        return block
+        return cast(DoubleConv, self.maxpool_conv[1])
 
 
 class Up(nn.Module):
@@ -100,8 +98,7 @@ class Up(nn.Module):
 
     def get_transposed(self) -> nn.ConvTranspose2d:
         """Return the transposed convolution that doubles the size; the model must not be bilinear."""
-        assert isinstance(self.up, nn.ConvTranspose2d)
-        return self.up
+        return cast(nn.ConvTranspose2d, self.up)
 
 
 class OutConv(nn.Module):
@@ -246,11 +243,7 @@ class Level(NamedTuple):
     @classmethod
     def from_layers(cls, layers: nn.Sequential) -> Level:
         """Return the level of a sequence of convolution, BatchNorm and ReLU, twice."""
-        convolution, norm, _, next_convolution, last_norm, _ = layers
-        assert isinstance(convolution, nn.Conv2d)
-        assert isinstance(norm, nn.BatchNorm2d)
-        assert isinstance(next_convolution, nn.Conv2d)
-        assert isinstance(last_norm, nn.BatchNorm2d)
+        convolution, norm, _, next_convolution, last_norm, _ = cast("tuple[Any, ...]", tuple(layers))
         return cls(convolution, norm, next_convolution, last_norm)
 
 
