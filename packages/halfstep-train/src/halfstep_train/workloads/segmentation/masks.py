@@ -35,19 +35,17 @@ class MaskTable:
 
     def to_classes(self, mask: Array, path: Path) -> Array:
         """Return the class map (uint8) of a mask; raise DataError for values that are not in the table."""
-        if mask.ndim == 3 and not self.is_colour:
-            raise DataError(
-                f"{path} is a colour mask", why=f"the classes are the gray values {list_some(self.values, 8)}"
-            )
-        codes = _encode(mask, colour=self.is_colour)
+        # A colour mask is encoded as colours even if the classes are gray values.
+        colour = self.is_colour or mask.ndim == 3
+        codes = _encode(mask, colour=colour)
         known = [*self.values, *([] if self.ignored is None else [self.ignored])]
-        known_codes = np.array([_encode(np.array([[value]]), colour=self.is_colour).item() for value in known])
+        known_codes = np.array([_encode(np.array([[value]]), colour=colour).item() for value in known])
         # Look up all pixels by binary search in the sorted codes.
         order = np.argsort(known_codes)
         found = order[np.searchsorted(known_codes, codes, sorter=order).clip(max=len(known) - 1)]
         wrong = known_codes[found] != codes
         if wrong.any():
-            unknown = [_decode_value(int(code), colour=self.is_colour) for code in np.unique(codes[wrong])]
+            unknown = [_decode_value(int(code), colour=colour) for code in np.unique(codes[wrong])]
             raise DataError(
                 f"{path} has the unknown mask value {list_some(unknown)}",
                 why=f"the classes are {list_some(self.values, 8)}",
