@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from halfstep_train.config.schema import LabelledFolderConfig, ModelConfig, RunConfig, TransformerSize
 from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, PositiveCount, Section, setting
@@ -166,15 +166,8 @@ SMALL_VIT: Preset = {"model.depth": 4, "model.heads": 3, "model.dim": 96, "model
 VIT_DEMO: Preset = {**DEMO, **SMALL_VIT, "optimizer.lr": 1e-3, "optimizer.lr_per": 0}
 
 
-def check_order(bounds: tuple[float, float]) -> tuple[float, float]:
-    """Raise ValueError if a range does not start with the smaller number."""
-    if bounds[0] > bounds[1]:
-        raise ValueError(f"the range {bounds[0]:g}, {bounds[1]:g} must start with the smaller number")
-    return bounds
-
-
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
-Shares = Annotated[tuple[PositiveShare, PositiveShare], AfterValidator(check_order)]
+Shares = tuple[PositiveShare, PositiveShare]
 
 
 SMALL_SIDE = 64
