@@ -19,6 +19,7 @@ they neither overflow nor underflow in fp16; the loss scale enters with the fina
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,11 +74,8 @@ class SlotDecoder(Recomputing):
             position_part = F.linear(self.pos_emb[0, 0], first.weight, first.bias)
         weights = [part for layer in hidden for part in (layer.weight, layer.bias)]
         dtype = _get_compute_dtype(slots)
-        is_compiled, inputs = (
-            torch.compiler.is_compiling(),
-            (slot_part, position_part, last.weight, last.bias, *weights),
-        )
-        error, masks = _run_streamed(self._choose_chunk(slots), dtype, is_compiled, target, *inputs)
+        inputs = (target, slot_part, position_part, last.weight, last.bias, *weights)
+        error, masks = _run_streamed(self._choose_chunk(slots), dtype, torch.compiler.is_compiling(), *inputs)
         return error, masks
 
     def _can_stream(self) -> bool:
@@ -100,16 +98,6 @@ class SlotDecoder(Recomputing):
 
     def _compute_error_by_layers(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the plain form in chunks that backward recomputes: works with hooked or replaced layers."""
-        chunk = self._choose_chunk(slots)
-        errors, masks = [], []
-        for rows, wanted in zip(slots.split(chunk), target.split(chunk), strict=True):
-            error, decoded = self._compute_chunk_error(rows, wanted, is_all=chunk >= len(slots))
-            errors.append(error)
-            masks.append(decoded)
-        return torch.stack(errors).sum(), torch.cat(masks)
-
-    def _compute_chunk_error(self, slots: Tensor, target: Tensor, *, is_all: bool) -> tuple[Tensor, Tensor]:
-        """Return error and masks of one chunk, with recomputation unless it is the only one."""
 
         def compute(slots: Tensor, target: Tensor) -> Tensor:
             recon, masks = self._decode(slots)
@@ -117,9 +105,12 @@ class SlotDecoder(Recomputing):
                 error = (recon - to_fp32(target)).square().sum()
             return torch.cat([error.unsqueeze(0), masks.flatten()])  # checkpointing expects a single tensor
 
-        is_kept = is_all or not torch.is_grad_enabled()
-        found = compute(slots, target) if is_kept else run_recomputed(compute, slots, target)
-        return found[0], found[1:].view(*slots.shape[:2], -1).detach()
+        chunk = self._choose_chunk(slots)
+        # A single chunk is not recomputed: that would save nothing.
+        run = partial(run_recomputed, compute) if chunk < len(slots) and torch.is_grad_enabled() else compute
+        found = [run(*pair) for pair in zip(slots.split(chunk), target.split(chunk), strict=True)]
+        masks = torch.cat([part[1:] for part in found]).view(*slots.shape[:2], -1).detach()
+        return torch.stack([part[0] for part in found]).sum(), masks
 
 
 def choose_even_chunk(total: int, limit: int) -> int:
