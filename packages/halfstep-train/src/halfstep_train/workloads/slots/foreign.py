@@ -293,25 +293,19 @@ def _translate_losses(read: ForeignReader) -> dict[str, Any]:
     return values
 
 
-COMPARED = {
-    "MSELoss": ("decoder.reconstruction", "encoder.backbone_features"),
-    "Slot_Slot_Contrastive_Loss": ("processor.state", "encoder.backbone_features"),
+COMPARED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "MSELoss": {"pred_key": ("decoder.reconstruction",)},
+    "Slot_Slot_Contrastive_Loss": {"pred_key": ("processor.state",), "temperature": (0.1,), "batch_contrast": (True,)},
 }
-"""The tensors that each loss compares, by upstream's names; the contrastive loss does not use its target."""
+"""The tensor that each loss compares, by upstream's names, and its supported settings."""
 
 
 def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
     """Refuse a loss between other tensors: it would train a different model."""
-    predicted, target = COMPARED[kind]
-    required: dict[str, tuple[Any, ...]] = {
-        "pred_key": (predicted,),
-        "target_key": (target,),
-        "remove_last_n_frames": (0,),
-        "target_transform": (),
-    }
-    if kind != "MSELoss":
-        required |= {"temperature": (0.1,), "batch_contrast": (True,)}
-    elif dim := read("model.encoder.output_transform.inp_dim"):
+    # The contrastive loss does not use its target.
+    shared = {"target_key": ("encoder.backbone_features",), "remove_last_n_frames": (0,), "target_transform": ()}
+    required = COMPARED[kind] | shared
+    if kind == "MSELoss" and (dim := read("model.encoder.output_transform.inp_dim")):
         required["pred_dims"] = ([0, dim],)
     for key, allowed in required.items():
         read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with other values would train a different model")
