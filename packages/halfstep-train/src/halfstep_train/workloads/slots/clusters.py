@@ -7,6 +7,7 @@ trained model, k-means does not use other clips.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from halfstep_train.data.loader import Loader
 from halfstep_train.data.seeds import Key
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.base.workload import Batch, Workload
 from halfstep_train.workloads.slots.scores import SlotMetrics
 
 On = Literal["features", "pixels"]
@@ -31,8 +32,7 @@ def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates:
     """Return the scores of k-means on the validation clips of a slot workload with a frozen backbone."""
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
-    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
-        prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
+    for batch, prepared in _iterate_clips(workload):
         points = (
             _compute_features(backbone, prepared["video"][0])
             if on == "features"
@@ -60,11 +60,16 @@ def score_untrained(workload: Workload) -> dict[str, float]:
     """Return the scores of a workload's initial weights on its validation clips."""
     metrics = workload.metrics()
     workload.model.eval()
-    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
-        prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
-        with torch.no_grad():
+    with torch.no_grad():
+        for _, prepared in _iterate_clips(workload):
             metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
+
+
+def _iterate_clips(workload: Workload) -> Iterator[tuple[Batch, Batch]]:
+    """Yield each validation clip as loaded and as prepared, in batches of one."""
+    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
+        yield batch, workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
 
 
 def add_coordinates(points: Tensor) -> Tensor:
