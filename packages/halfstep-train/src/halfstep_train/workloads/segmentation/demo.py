@@ -72,10 +72,15 @@ def _draw_shape(rng: np.random.Generator, grid: Array) -> Array:
     centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
     y, x = grid[0] - centre_y, grid[1] - centre_x
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+    return find_inside(kind, u, v, size, box_ratio=0.7)
+
+
+def find_inside(kind: int, u: Array, v: Array, size: float, *, box_ratio: float) -> Array:
+    """Return which positions (u, v) are inside a disc, box or triangle (`kind` 0 to 2) around the origin."""
     if kind == 0:
         return np.asarray(np.hypot(u, v) < size)
     if kind == 1:
-        return np.asarray((abs(u) < size) & (abs(v) < 0.7 * size))
+        return np.asarray((abs(u) < size) & (abs(v) < box_ratio * size))
     return np.asarray((v > -0.6 * size) & (v + 1.7 * abs(u) < 1.3 * size))
 
 

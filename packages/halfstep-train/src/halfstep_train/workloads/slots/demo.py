@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from halfstep_train.data.files import Array, create_folder
-from halfstep_train.workloads.segmentation.demo import draw_smooth_noise
+from halfstep_train.workloads.segmentation.demo import draw_smooth_noise, find_inside
 
 NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64
@@ -99,14 +99,8 @@ class _Object:
         u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
         side = len(grid[0])
         pixel = [((part + 0.5) * side).astype(int).clip(0, side - 1) for part in (v, u)]
-        return self._is_inside(u, v), self.colour * (0.55 + 0.6 * self.texture[pixel[0], pixel[1]])
-
-    def _is_inside(self, u: Array, v: Array) -> Array:
-        if self.kind == 0:
-            return np.asarray(np.hypot(u, v) < self.size)
-        if self.kind == 1:
-            return np.asarray((abs(u) < self.size) & (abs(v) < 0.75 * self.size))
-        return np.asarray((v > -0.6 * self.size) & (v + 1.7 * abs(u) < 1.3 * self.size))
+        inside = find_inside(self.kind, u, v, self.size, box_ratio=0.75)
+        return inside, self.colour * (0.55 + 0.6 * self.texture[pixel[0], pixel[1]])
 
 
 def _draw_texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
