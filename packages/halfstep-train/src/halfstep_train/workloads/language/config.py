@@ -78,7 +78,6 @@ DEMO: Preset = {
     "model.heads": 4,
     "model.dim": 64,
     "model.context": 128,
-    "train.batch_size": 16,
     "train.max_steps": 1000,
     "optimizer.lr": 8e-3,
     "optimizer.betas": (0.9, 0.99),

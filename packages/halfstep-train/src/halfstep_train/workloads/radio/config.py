@@ -172,7 +172,6 @@ class RadioVaeConfig(RunConfig):
         **SMALL_FIRST_STAGE,
         "model.discriminator.enabled": False,
         "optimizer.lr": 4e-3,
-        "train.batch_size": 8,
         "train.epochs": 3,
     }
 
@@ -203,7 +202,6 @@ class RadioDiffConfig(RunConfig):
         "model.dropout": 0.0,
         "model.sampling_steps": 5,
         "optimizer.lr": 4e-3,
-        "train.batch_size": 8,
         "train.epochs": 5,
         "train.validate_every": 5,
     }

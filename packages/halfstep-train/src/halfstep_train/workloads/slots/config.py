@@ -127,10 +127,8 @@ class SlotContrastConfig(RunConfig):
     demo: ClassVar[dict[str, Any]] = {
         "data.image_size": 64,
         "data.num_workers": 0,
-        "data.chunk_size": 4,
         "data.flip": 0.0,  # the ground is the same in all clips, so the model learns it by position
         "model.backbone": "filters",
-        "model.patch": 8,
         "model.slots": 6,
         "model.slot_dim": 32,
         "model.decoder_hidden": [64, 64],
