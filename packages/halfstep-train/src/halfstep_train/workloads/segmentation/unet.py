@@ -7,7 +7,7 @@ of its skip connection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -241,9 +241,9 @@ class Level(NamedTuple):
     last_norm: nn.BatchNorm2d
 
     @classmethod
-    def from_layers(cls, layers: nn.Sequential) -> Level:
+    def from_layers(cls, layers: Iterable[Any]) -> Level:
         """Return the level of a sequence of convolution, BatchNorm and ReLU, twice."""
-        convolution, norm, _, next_convolution, last_norm, _ = cast("tuple[Any, ...]", tuple(layers))
+        convolution, norm, _, next_convolution, last_norm, _ = layers
         return cls(convolution, norm, next_convolution, last_norm)
 
 
