@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,77 +147,58 @@ class LatentDraws:
         return (draw_latent(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoding:
-    """Everything that determines the latents of a data folder, and the file that stores them."""
+def open_or_encode(
+    config: RunConfig,
+    root: Path,
+    samples: Sequence[Samples],
+    files: Sequence[Sequence[Path]],
+    column: str,
+    to_images: Callable[[Tensor], Tensor],
+    vae: Any,
+    codec: Codec,
+    *,
+    format: str = "fp32",
+    flips: bool = False,
+    **settings: Any,
+) -> LatentCache:
+    """Open the file of a data folder's latents, which is written if none matches.
 
-    config: RunConfig
-    root: Path
-    samples: Sequence[Samples]
-    """Samples of each split, in the order of the file's rows."""
-    files: Sequence[Sequence[Path]]
-    """Files of each split; if one changes, the latents are rebuilt."""
-    column: str
-    """The tensor of a batch that holds the image."""
-    to_images: Callable[[Tensor], Tensor]
-    """Convert that tensor, as loaded, to the VAE's input."""
-    vae: Any
-    codec: Codec
-    format: str = "fp32"
-    flips: bool = False
-    """Whether mirror images are encoded as well."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings that the latents depend on."""
-
-    @property
-    def path(self) -> Path:
-        data: Any = self.config.data
-        return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.cache")
-
-    def open_or_encode(self) -> LatentCache:
-        """Return the opened file, which is written if none matches."""
-        data: Any = self.config.data
-        settings = {
-            "size": data.image_size,
-            "flips": self.flips,
-            "vae": hash_weights(self.vae),
-            "format": self.format,
-            **self.settings,
-        }
-        with PackingBar(self.path) as bar:
-            return open_or_write_latents(
-                self.path,
-                fingerprint_files(self.root, self.files, settings),
-                sum(map(len, self.samples)),
-                lambda: self._encode(bar),
-            )
+    The file has one row for each of the `samples` of each split, in their order. If one of their `files` or another
+    argument changes, the latents are rebuilt. `column` is the tensor of a sample that holds the image; `to_images`
+    converts it, as loaded, to the VAE's input. With `flips`, mirror images are encoded as well; the latents depend on
+    the further `settings`.
+    """
+    data: Any = config.data
+    path = Path(data.cache_file or root / f".halfstep-latents-{data.image_size}.cache")
+    made_with = {"size": data.image_size, "flips": flips, "vae": hash_weights(vae), "format": format, **settings}
+    total, device = sum(map(len, samples)), pick_training_device(config)
 
     @torch.no_grad()
-    def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
+    def encode() -> Iterator[Tensor]:
         """Yield the moments (num, F, 2C, h, w) of a few samples at a time."""
-        device = pick_training_device(self.config)
-        vae = copy.deepcopy(self.vae).to(device).eval()
-        total, done = sum(map(len, self.samples)), 0
-        for samples in self.samples:
-            for start in range(0, len(samples), ENCODED_AT_ONCE):
-                indices = range(start, min(start + ENCODED_AT_ONCE, len(samples)))
-                loaded = torch.stack([samples.sample(k, key=(0, 0, k))[self.column] for k in indices])
-                images = self.to_images(loaded.to(device))
-                views = [images, images.flip(-1)] if self.flips else [images]
-                with use_format(self.format, device):
-                    rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
-                moments = torch.stack(rows, dim=1)
+        net, done = copy.deepcopy(vae).to(device).eval(), 0
+        for part in samples:
+            for start in range(0, len(part), ENCODED_AT_ONCE):
+                indices = range(start, min(start + ENCODED_AT_ONCE, len(part)))
+                loaded = torch.stack([part.sample(k, key=(0, 0, k))[column] for k in indices])
+                images = to_images(loaded.to(device))
+                with use_format(format, device):
+                    views = [images, images.flip(-1)] if flips else [images]
+                    moments = torch.stack([torch.cat(codec.encode(net, view), dim=1) for view in views], dim=1)
                 if not bool(moments.isfinite().all()):
-                    name = samples.name_of(start) if implements(samples, NamedSamples) else f"sample {start}"
-                    another = "another VAE: model.vae" if self.format == "fp32" else "precision.modules={vae: fp32}"
+                    name = part.name_of(start) if implements(part, NamedSamples) else f"sample {start}"
+                    another = "another VAE: model.vae" if format == "fp32" else "precision.modules={vae: fp32}"
                     raise ConfigError(
-                        f"the VAE gives NaN or infinity in {self.format} for {name} or one of the "
+                        f"the VAE gives NaN or infinity in {format} for {name} or one of the "
                         f"{len(indices) - 1} images after it",
                         fix=f"{another}, or leave the file out",
                     )
                 done += len(indices)
-                progress(done, total)
+                bar(done, total)
                 yield moments
+
+    with PackingBar(path) as bar:
+        return open_or_write_latents(path, fingerprint_files(root, files, made_with), total, encode)
 
 
 def refuse_uncached(config: RunConfig) -> None:

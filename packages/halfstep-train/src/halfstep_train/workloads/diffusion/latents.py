@@ -13,7 +13,6 @@ from halfstep.errors import ModelError, format_count
 from halfstep_train.data.loader import Samples
 from halfstep_train.workloads.base.frozen_vae import (
     CachedLatents,
-    Encoding,
     FormatChoice,
     LatentCache,
     WithColumn,
@@ -21,6 +20,7 @@ from halfstep_train.workloads.base.frozen_vae import (
     describe_pack,
     describe_resume,
     hash_weights,
+    open_or_encode,
     refuse_uncached,
 )
 from halfstep_train.workloads.diffusion.config import DiffusionConfig
@@ -50,18 +50,18 @@ def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     return scale_images({"image": bytes_}, key=(), flip=0.0)
 
 
-def make_encoding(config: DiffusionConfig, data: DiffusionData, vae: Any, format_name: str) -> Encoding:
-    """Describe the encoding of all images: first training, then validation."""
+def open_latents(config: DiffusionConfig, data: DiffusionData, vae: Any, format_name: str) -> LatentCache:
+    """Open the latents of all images, first training, then validation; encode them if necessary."""
     splits = (data.train, data.val)
-    return Encoding(
-        config=config,
-        root=data.root,
-        samples=[make_square_samples(listing, config.data.image_size) for listing in splits],
-        files=[listing.paths for listing in splits],
-        column="image",
-        to_images=lambda image: scale_images({"image": image}, key=(), flip=0.0),
-        vae=vae,
-        codec=CODEC,
+    return open_or_encode(
+        config,
+        data.root,
+        [make_square_samples(listing, config.data.image_size) for listing in splits],
+        [listing.paths for listing in splits],
+        "image",
+        lambda image: scale_images({"image": image}, key=(), flip=0.0),
+        vae,
+        CODEC,
         format=format_name,
         flips=bool(config.data.flip),
     )
@@ -135,7 +135,7 @@ def _open_cached(
             why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
             fix="restore that VAE, or start a new run",
         )
-    cache = make_encoding(config, data, parts.vae, form).open_or_encode()
+    cache = open_latents(config, data, parts.vae, form)
     line = f"cached in {cache.path}, {_describe_views(cache)}"
     line += describe_resume(cache, stored["latents_sha256"])
     # One cache holds both splits, training images first.
@@ -166,7 +166,7 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     choice = choose_format(config, data, parts)
-    cache = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
+    cache = open_latents(config, data, parts.vae, choice.name)
     images = format_count(len(cache.moments), "image")
     text = f"latents of {images}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
     return describe_pack(cache, text, format=choice.name)

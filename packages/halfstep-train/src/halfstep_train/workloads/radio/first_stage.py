@@ -27,10 +27,11 @@ from halfstep_train.models.patch_gan import build_discriminator
 from halfstep_train.models.weights import load_weights_file_, stream_weights
 from halfstep_train.workloads.base.frozen_vae import (
     MOMENTS,
-    Encoding,
+    LatentCache,
     WithColumn,
     describe_pack,
     describe_resume,
+    open_or_encode,
     refuse_uncached,
 )
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
@@ -281,7 +282,7 @@ def add_latents(
     """If latents are cached, add them to the training samples and their checksum to the store."""
     if config.data.cache == "off":
         return data, dict(store)
-    cache = make_encoding(config, data.train, vae).open_or_encode()
+    cache = open_latents(config, data.train, vae)
     line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")))
     # View 0 is the only one: radio maps are not flipped.
     train = WithColumn(data.train, MOMENTS, cache.moments[:, 0])
@@ -289,25 +290,20 @@ def add_latents(
     return found, {**store, LATENTS_CHECKSUM: cache.checksum}
 
 
-def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Encoding:
-    """Describe the encoding of training maps in fp32. Validation maps are not cached: validation runs the first stage
-    anyway, to decode samples."""
-    threshold = config.data.threshold
-    return Encoding(
-        config=config,
-        root=RadioTree.open(config.data).root,
-        samples=[maps],
-        files=[[item.gain for item in maps.items if item.gain is not None]],
-        column="gain",
-        to_images=lambda gain: to_signed(scale_gain(gain, threshold)),
-        vae=vae,
-        codec=CODEC,
-        settings={"threshold": threshold},
-    )
+def open_latents(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> LatentCache:
+    """Open the latents of training maps in fp32; encode them if necessary. Validation maps are not cached: validation
+    runs the first stage anyway, to decode samples."""
+    threshold, root = config.data.threshold, RadioTree.open(config.data).root
+    files = [item.gain for item in maps.items if item.gain is not None]
+
+    def to_images(gain: Tensor) -> Tensor:
+        return to_signed(scale_gain(gain, threshold))
+
+    return open_or_encode(config, root, [maps], [files], "gain", to_images, vae, CODEC, threshold=threshold)
 
 
 def pack(config: RadioDiffConfig) -> dict[str, object]:
     """Encode all training maps unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
-    cache = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
+    cache = open_latents(config, find_data(config).train, open_first_stage(config).vae)
     return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}")
