@@ -210,8 +210,7 @@ def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tu
     config = settings("diffusion", data, precision__simulate=simulated).config
     samples = make_square_samples(open_diffusion_data(config.data).train, 8)  # type: ignore[arg-type]
     vae = open_net(folder, ["AutoencoderKL"]).requires_grad_(False).eval()
-    choice = choose_vae_format(config, vae, CODEC.decode_means, lambda: pick_images(samples), asked)
-    return choice.name, choice.why
+    return choose_vae_format(config, vae, CODEC.decode_means, lambda: pick_images(samples), asked)
 
 
 def test_auto_takes_the_half_format_with_the_smaller_error_and_says_both(tmp_path: Path, some_pictures: Path) -> None:

@@ -41,14 +41,6 @@ RoundTrip = Callable[[Any, Tensor], Tensor]
 """(vae, images) -> the images, encoded and decoded again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FormatChoice:
-    """The VAE's format, and the reason."""
-
-    name: str
-    why: str
-
-
 def pick_training_device(config: RunConfig) -> torch.device:
     """Return the device on which to try the VAE and encode samples; this happens before the precision plan exists."""
     if config.device != "auto":
@@ -58,16 +50,16 @@ def pick_training_device(config: RunConfig) -> torch.device:
 
 def choose_vae_format(
     config: RunConfig, vae: Any, trip: RoundTrip, images: Callable[[], Tensor], requested: str
-) -> FormatChoice:
+) -> tuple[str, str]:
     """Choose the format for `precision.modules: {vae: requested}` by trying real samples on the device that will train;
-    refuse one that overflows."""
+    refuse one that overflows. Return its name, and the reason."""
     precision, device = config.precision, pick_training_device(config)
     # TF32 is one switch for the whole process: a run that uses it cannot keep one module in fp32.
     whole = "tf32" if precision.default == "tf32" else "fp32"
     if requested not in ("auto", *HALF):
-        return FormatChoice(name=requested, why="requested")
+        return requested, "requested"
     if requested == "auto" and device.type == "cpu" and not precision.simulate:
-        return FormatChoice(name=whole, why="auto: no half format is fast on a CPU")
+        return whole, "auto: no half format is fast on a CPU"
     tried = images().to(device)
     errors = measure_round_trips(vae, trip, tried, tuple(HALF) if requested == "auto" else (requested,))
     finite = {name: error for name, error in errors.items() if error is not None}
@@ -79,11 +71,11 @@ def choose_vae_format(
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
     if requested != "auto":
-        return FormatChoice(name=requested, why=f"requested, encode-decode error: {measured}")
+        return requested, f"requested, encode-decode error: {measured}"
     best = min(finite, key=lambda name: finite[name], default="")
     if not best or finite[best] > LARGEST_ERROR:
-        return FormatChoice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
-    return FormatChoice(name=best, why=f"chosen by auto, smallest encode-decode error ({measured})")
+        return whole, f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})"
+    return best, f"chosen by auto, smallest encode-decode error ({measured})"
 
 
 def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:

@@ -13,7 +13,6 @@ from halfstep.errors import ModelError, format_count
 from halfstep_train.data.loader import Samples
 from halfstep_train.workloads.base.frozen_vae import (
     CachedLatents,
-    FormatChoice,
     LatentCache,
     WithColumn,
     choose_vae_format,
@@ -98,11 +97,10 @@ def open_samples(
     about = [("diffuses", f"latents of {parts.vae_source}")]
     modules = dict(config.precision.modules)
     if store is None:
-        choice = choose_format(config, data, parts)
+        form, why = choose_format(config, data, parts)
         # Added again below, unless latents are cached: then the VAE is not a module of the run.
         modules.pop("vae", None)
-        about.append(("VAE's format", f"{choice.name}: {choice.why}"))
-        form = choice.name
+        about.append(("VAE's format", f"{form}: {why}"))
     else:
         # A resumed run keeps the format it was started with, whatever this device would choose.
         form = store.get("vae_format") or modules.pop("vae", "fp32")
@@ -113,12 +111,12 @@ def open_samples(
     return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
 
 
-def choose_format(config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts) -> FormatChoice:
+def choose_format(config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts) -> tuple[str, str]:
     """Choose the format of the VAE: as requested, else fp32 or TF32 if the run uses it, else the more accurate half
-    format."""
+    format. Return its name, and the reason."""
     requested, default = config.precision.modules.get("vae"), config.precision.default
     if requested is None and default in ("fp32", "tf32"):
-        return FormatChoice(name=default, why="the format of the run")
+        return default, "the format of the run"
     samples = make_square_samples(data.train, config.data.image_size)
     return choose_vae_format(config, parts.vae, CODEC.decode_means, lambda: pick_images(samples), requested or "auto")
 
@@ -165,11 +163,11 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     config = adopt_settings(config).config
     data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
-    choice = choose_format(config, data, parts)
-    cache = open_latents(config, data, parts.vae, choice.name)
+    form, why = choose_format(config, data, parts)
+    cache = open_latents(config, data, parts.vae, form)
     images = format_count(len(cache.moments), "image")
-    text = f"latents of {images}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
-    return describe_pack(cache, text, format=choice.name)
+    text = f"latents of {images}, {_describe_views(cache)}, encoded in {form} ({why})"
+    return describe_pack(cache, text, format=form)
 
 
 def _describe_views(cache: LatentCache) -> str:

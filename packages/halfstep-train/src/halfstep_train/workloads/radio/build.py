@@ -115,9 +115,8 @@ def _choose_format(
     def read_images() -> Tensor:
         return torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold)))
 
-    choice = choose_vae_format(config, vae, CODEC.decode_means, read_images, modules["vae"])
-    settled = {"precision.modules": {**modules, "vae": choice.name}}
-    return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
+    name, why = choose_vae_format(config, vae, CODEC.decode_means, read_images, modules["vae"])
+    return {"precision.modules": {**modules, "vae": name}}, (("first stage's format", f"{name}: {why}"),)
 
 
 def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
