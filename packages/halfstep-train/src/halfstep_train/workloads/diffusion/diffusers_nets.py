@@ -116,11 +116,8 @@ def find_net_folder(folder: str, part: str, setting: str) -> Path:
 
 def open_net(folder: Path, expected: Sequence[str]) -> Net:
     """Load the network of a diffusers folder, in fp32; refuse other classes, missing and non-finite weights."""
-    try:
-        config = dict(parse_json((folder / "config.json").read_text()))
-        name = str(config.get("_class_name"))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
+    config = read_json(folder / "config.json")
+    name = str(config.get("_class_name"))
     if name not in expected:
         raise ModelError(f"{folder} contains another network: {name}", fix=f"give a folder of {' or '.join(expected)}")
     channels = [config.get(end, IMAGE_CHANNELS) for end in ("in_channels", "out_channels")]
@@ -154,6 +151,14 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
             fix="use another copy of the weights, in fp32 or bf16",
         )
     return net.train()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a model's folder."""
+    try:
+        return dict(parse_json(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"cannot read {path}", why=str(error), fix="save the model again") from error
 
 
 def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:

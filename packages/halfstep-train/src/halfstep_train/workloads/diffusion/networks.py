@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, suggest_install
 from halfstep.islands import fp32_island
 from halfstep_train.data import noise
@@ -38,6 +37,7 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     is_on_meta,
     make_unet_config,
     open_net,
+    read_json,
     refuse_missing_weights,
 )
 from halfstep_train.workloads.diffusion.noise_schedule import THEIR_SCHEDULES, THEIR_TARGETS
@@ -321,7 +321,7 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
     path = unet.parent / "scheduler" / "scheduler_config.json"
     if not path.is_file():
         return {}, []
-    found = _read_json(path)
+    found = read_json(path)
     try:
         if found.get("trained_betas") is not None:
             raise ValueError("trained_betas")
@@ -343,16 +343,9 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
 
 def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
     """Return the image size that the U-Net was trained on, as a setting; empty if unknown."""
-    side = _read_json(unet / "config.json").get("sample_size")
+    side = read_json(unet / "config.json").get("sample_size")
     if type(side) is not int or side < 1:
         return {}
     if config.model.vae:
-        side <<= count_halvings(_read_json(find_net_folder(config.model.vae, "vae", "model.vae") / "config.json"))
+        side <<= count_halvings(read_json(find_net_folder(config.model.vae, "vae", "model.vae") / "config.json"))
     return {"data.image_size": side}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(parse_json(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"cannot read {path}", why=str(error), fix="save the model again") from error
