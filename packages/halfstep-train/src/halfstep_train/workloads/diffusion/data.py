@@ -47,7 +47,7 @@ class DiffusionData:
     train: Listing
     val: Listing
     classes: tuple[str, ...] = ()
-    captions: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    captions: tuple[tuple[str, ...], ...] = ((), ())
     """Captions of training images, and of validation images."""
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
@@ -64,22 +64,18 @@ def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = 
     layout = fill_from_settings(FolderLayout, config)
     texts: dict[Path, str] = {}
     notes: tuple[str, ...] = ()
-    if conditioning == "none":
-        found = find_pictures(root, layout)
-    else:
+    if conditioning == "text":
         assert isinstance(config, DiffusionDataConfig)
-        if conditioning == "class":
-            found = find_classes(root, layout)
-        else:
-            found, texts, notes = find_captioned_images(root, layout, config.text_column)
+        found, texts, notes = find_captioned_images(root, layout, config.text_column)
+    else:
+        found = find_classes(root, layout) if conditioning == "class" else find_pictures(root, layout)
     images = check_images(found, bad_files=bad_files)
-    captions = tuple(tuple(texts.get(path, "") for path in part.paths) for part in (images.train, images.val))
     return DiffusionData(
         root=images.root,
         train=images.train,
         val=images.val,
         classes=images.classes if conditioning == "class" else (),
-        captions=(captions[0], captions[1]),
+        captions=tuple(tuple(texts.get(path, "") for path in part.paths) for part in (images.train, images.val)),
         notes=(*notes, *bad_files.notes),
         about=(("validation", images.val_source),),
     )

@@ -108,7 +108,13 @@ def _match_pairs(root: Path, names: PairNames, bad_files: BadFiles, *, some_with
     masks = [_find_one_each(root, pattern, "data.masks") for pattern in mask_names]
     for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
         if not found:
-            raise _make_no_match_error(root, pattern)
+            folder = root / pattern.base
+            raise DataError(
+                f"no file in {folder} is called {pattern.text}",
+                # Listing the images raises if there are none at all.
+                why=f"it contains {list_some(path.name for path in list_images(folder))}",
+                fix="check data.images and data.masks",
+            )
     are_masks = set(masks[0].values())  # images and masks may be in the same folder
     pairs = []
     for name, image in images.items():
@@ -203,16 +209,6 @@ def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
                 fix=f"choose an extension: {key}={names.text}{paths[0].suffix} (or {paths[1].suffix})",
             )
     return {name: paths[0] for name, paths in found.items()}
-
-
-def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
-    folder = root / names.base
-    files = list_images(folder)  # raises if there are none at all
-    return DataError(
-        f"no file in {folder} is called {names.text}",
-        why=f"it contains {list_some(path.name for path in files)}",
-        fix="check data.images and data.masks",
-    )
 
 
 def _make_unpaired_error(path: Path, wanted: str) -> DataError:
