@@ -27,7 +27,7 @@ from torch import Tensor
 
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import Array, BadFiles, list_some, require_folder, run_in_threads
+from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder, run_in_threads
 from halfstep_train.data.images import read_image, read_image_facts, to_bytes
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.data.seeds import make_generator
@@ -107,9 +107,7 @@ class RadioTree:
         folder = require_folder(settings.dir)
         for root in (folder, folder / "RadioMapSeer"):
             if (root / "gain").is_dir() and (root / "png").is_dir():
-                tree = cls(root=root, settings=settings)
-                tree._refuse_missing_folders()
-                return tree
+                return cls(root=root, settings=settings)
         raise DataError(
             f"{folder} is not a RadioMapSeer folder",
             why="it needs gain/ and png/, as the data set unpacks",
@@ -125,18 +123,6 @@ class RadioTree:
     def buildings_dir(self) -> Path:
         missing = self.settings.missing_buildings
         return self.root / "png" / (f"buildings_missing{missing}" if missing else "buildings_complete")
-
-    def _refuse_missing_folders(self) -> None:
-        """Raise DataError if a folder that the settings need does not exist."""
-        inputs = [self.root / "png" / name for name in ("antennas", "cars") if name != "cars" or self.settings.cars]
-        for folder in (self.gain_dir, self.buildings_dir, *inputs):
-            if not folder.is_dir():
-                gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
-                raise DataError(
-                    f"no folder {folder}",
-                    why="data.simulation, data.cars and data.missing_buildings choose the folders that are read",
-                    fix=f"unpack all of png/ and gain/, or choose among the gains here: {', '.join(gains) or 'none'}",
-                )
 
     def list_map_numbers(self) -> tuple[int, ...]:
         """Return the numbers of the maps that have gains."""
@@ -180,13 +166,14 @@ class RadioTree:
 
     def _list_gains(self) -> list[tuple[int, int]]:
         """Return (map, transmitter) of every gain file, sorted."""
-        found = [match for path in self.gain_dir.iterdir() if (match := GAIN_NAME.match(path.name))]
+        names = sorted(path.name for path in self.gain_dir.iterdir()) if self.gain_dir.is_dir() else []
+        found = [match for name in names if (match := GAIN_NAME.match(name))]
         if not found:
-            seen = list_some(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
+            gains = [path.name for path in list_folders(self.root / "gain")]
             raise DataError(
                 f"no gain images in {self.gain_dir}",
-                why=f"it contains {seen}",
-                fix="name the files <map>_<transmitter>.png",
+                why=f"it contains {list_some(names) or 'nothing'}; data.simulation and data.cars choose the folder",
+                fix=f"unpack <map>_<transmitter>.png, or choose among {', '.join(gains)}",
             )
         return sorted((int(match[1]), int(match[2])) for match in found)
 
