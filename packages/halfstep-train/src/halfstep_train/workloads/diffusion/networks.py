@@ -133,13 +133,19 @@ class Conditions:
     num_classes = 0
     """Number of classes, plus one for "unconditional"; 0 without classes."""
     text_dim = 0
+    column = ""
+    """The tensor of a batch that holds the conditions."""
     about = ""
     """A description of the conditions for the run's header."""
 
     def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         """Replace the conditions of a random fraction of samples by the empty one, as classifier-free guidance
         needs."""
-        return {}
+        if not self.column:
+            return {}
+        given = batch[self.column]
+        drawn = noise.uniform(key, len(given), (1,) * (given.ndim - 1), given.device, stream="drop_condition")
+        return {self.column: torch.where(drawn < share, self.make_empty(len(given), given.device)[self.column], given)}
 
     def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         """Return the conditions of a batch as keyword arguments of the U-Net."""
@@ -157,13 +163,11 @@ class Conditions:
 class ClassConditions(Conditions):
     """A class per sample; the last number means unconditional."""
 
+    column = "label"
+
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.num_classes = tuple(names), len(names) + 1
         self.about = f"one of {len(names)} classes: {list_some(names, SHOWN_CLASSES)}"
-
-    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
-        label = batch["label"]
-        return {"label": torch.where(_draw_dropped(key, len(label), label.device, share), len(self.names), label)}
 
     def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         return {"class_labels": batch["label"]}
@@ -174,6 +178,8 @@ class ClassConditions(Conditions):
 
 class TextConditions(Conditions):
     """Text per sample, encoded by a frozen CLIP text model."""
+
+    column = "tokens"
 
     def __init__(self, encoder: Any, tokenizer: Any) -> None:
         self.encoder, self.tokenizer, self.text_dim = encoder, tokenizer, int(encoder.config.hidden_size)
@@ -195,11 +201,6 @@ class TextConditions(Conditions):
             list(captions), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
         )
         return found["input_ids"]
-
-    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
-        tokens = batch["tokens"]
-        drop = _draw_dropped(key, len(tokens), tokens.device, share).unsqueeze(1)
-        return {"tokens": torch.where(drop, self._empty.to(tokens.device), tokens)}
 
     def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         with torch.no_grad(), fp32_island():
@@ -258,10 +259,6 @@ def silence_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if had_bars:
             logging.enable_progress_bar()
-
-
-def _draw_dropped(key: tuple[int, ...], num: int, device: torch.device, share: float) -> Tensor:
-    return noise.uniform(key, num, (), device, stream="drop_condition") < share
 
 
 # --- the settings with which weights were trained ---
