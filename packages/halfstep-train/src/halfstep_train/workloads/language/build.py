@@ -134,12 +134,12 @@ def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSam
     return TokenSamples(tokens, context=model.size.context, vocab=model.size.vocab, is_training=is_training)
 
 
-def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
-    known = tokenizer.get_byte_lengths() if tokenizer is not None else None
-    if known is None:
-        return None
+def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor:
+    """Return the number of bytes of each token; 0 if unknown."""
     lengths = torch.zeros(vocab, dtype=torch.int64)
-    lengths[: len(known)] = torch.from_numpy(known)
+    known = tokenizer.get_byte_lengths() if tokenizer is not None else None
+    if known is not None:
+        lengths[: len(known)] = torch.from_numpy(known)
     return lengths
 
 

@@ -25,23 +25,19 @@ def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
 class LanguageMetrics(Sums):
     """Perplexity and bits per byte, from sums over tokens on the device in fp64.
 
-    `byte_lengths` holds the number of bytes of each token; without it there are no bits per byte.
+    `byte_lengths` holds the number of bytes of each token; if all are 0, there are no bits per byte.
     """
 
-    def __init__(self, byte_lengths: Tensor | None) -> None:
+    def __init__(self, byte_lengths: Tensor) -> None:
         super().__init__()
         self.byte_lengths = byte_lengths
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
         """Add a batch by its mean loss (`outputs`), without waiting for the device."""
         targets = batch["targets"]
-        if self.byte_lengths is not None and self.byte_lengths.device != targets.device:
-            self.byte_lengths = self.byte_lengths.to(targets.device)
+        self.byte_lengths = self.byte_lengths.to(targets.device)
         count = count_targets(batch).double()
-        num_bytes = torch.zeros_like(count)
-        if self.byte_lengths is not None:
-            lengths = self.byte_lengths[targets.clamp(min=0)]
-            num_bytes = torch.where(targets >= 0, lengths, 0).sum().double()
+        num_bytes = torch.where(targets >= 0, self.byte_lengths[targets.clamp(min=0)], 0).sum().double()
         self.add(sums=torch.stack([outputs.detach().double() * count, count, num_bytes]))
 
     def compute(self) -> dict[str, float]:
