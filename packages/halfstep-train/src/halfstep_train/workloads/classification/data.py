@@ -80,8 +80,7 @@ def open_image_data(
     # `use_all_pictures` names the same folder for both splits to evaluate everything; classes must then be the run's.
     known = store["classes"] if store is not None and len(config.folders) == 2 and len(set(config.folders)) == 1 else ()
     folder = find_images(root, fill_from_settings(FolderLayout, config), known=known)
-    share = get_evaluation_share(config, store)
-    return _open_packed(folder, config, share, quiet=quiet) if config.is_packed else _open_files(folder, config, share)
+    return _open_folder(folder, config, get_evaluation_share(config, store), quiet=quiet)
 
 
 def get_evaluation_size(config: ImageDataConfig) -> int:
@@ -96,43 +95,38 @@ def get_evaluation_share(
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
-def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
-    """Open the packed cache of an image folder; write it first if necessary."""
-    settings = fill_from_settings(PackSettings, config, size=config.cache_size, workers=config.num_workers)
-    path = Path(config.cache_file) if config.cache_file else choose_pack_path(folder.root, config.cache_size)
-    with nullcontext() if quiet else PackingBar(path) as progress:
-        pack = open_or_pack(folder, path, settings, progress=progress)
-    return ImageData(
-        classes=pack.classes,
-        train=TrainingImages(pack.train, crop_area=config.augment.crop_area),
-        val=EvaluationImages(pack.val, size=get_evaluation_size(config), share=share),
-        eval_share=share,
-        val_names=pack.val.names,
-        titles=pack.titles,
-        about=_describe_layout(folder),
-        notes=(*(f"left out: {why}" for why in pack.left_out), *_note_unvalidated(folder)),
-    )
-
-
-def _open_files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageData:
-    """Open the image files of a folder."""
-    bad_files = BadFiles(config.on_bad_file)
-    folder = check_images(folder, bad_files=bad_files)
-    return ImageData(
-        classes=folder.classes,
-        train=TrainingFiles(folder.train, size=config.image_size, crop_area=config.augment.crop_area),
-        val=EvaluationFiles(folder.val, size=get_evaluation_size(config), share=share),
-        eval_share=share,
-        val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
-        titles=folder.titles,
-        about=_describe_layout(folder),
-        notes=(*bad_files.notes, *_note_unvalidated(folder)),
-    )
-
-
-def _describe_layout(folder: ImageFolder) -> tuple[tuple[str, str], ...]:
+def _open_folder(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
+    """Open the images of a folder from their files, or from a packed cache, which is written first if necessary."""
+    area, size = config.augment.crop_area, get_evaluation_size(config)
+    train: Samples
+    val: Samples
+    titles: Mapping[str, str]
+    if config.is_packed:
+        settings = fill_from_settings(PackSettings, config, size=config.cache_size, workers=config.num_workers)
+        path = Path(config.cache_file) if config.cache_file else choose_pack_path(folder.root, config.cache_size)
+        with nullcontext() if quiet else PackingBar(path) as progress:
+            pack = open_or_pack(folder, path, settings, progress=progress)
+        train, val = TrainingImages(pack.train, crop_area=area), EvaluationImages(pack.val, size=size, share=share)
+        classes, titles, val_names = pack.classes, pack.titles, pack.val.names
+        notes = tuple(f"left out: {why}" for why in pack.left_out)
+    else:
+        bad_files = BadFiles(config.on_bad_file)
+        folder = check_images(folder, bad_files=bad_files)
+        train = TrainingFiles(folder.train, size=config.image_size, crop_area=area)
+        val = EvaluationFiles(folder.val, size=size, share=share)
+        classes, titles, notes = folder.classes, folder.titles, bad_files.notes
+        val_names = tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths)
     labels = "labels of a metadata table" if folder.has_table else "class folders"
-    return (("layout", f"{labels}; validation: {folder.val_source}"),)
+    return ImageData(
+        classes=classes,
+        train=train,
+        val=val,
+        eval_share=share,
+        val_names=val_names,
+        titles=titles,
+        about=(("layout", f"{labels}; validation: {folder.val_source}"),),
+        notes=(*notes, *_note_unvalidated(folder)),
+    )
 
 
 def _note_unvalidated(folder: ImageFolder) -> list[str]:
