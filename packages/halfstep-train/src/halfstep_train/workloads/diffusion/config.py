@@ -235,13 +235,9 @@ class DiffusionConfig(RunConfig):
     }
 
     @model_validator(mode="after")
-    def check_vae(self) -> Self:
+    def check_vae_and_target(self) -> Self:
         if self.data.cache == "latents" and not self.model.vae:
             raise ValueError("data.cache=latents needs a VAE: model.vae=DIR")
-        return self
-
-    @model_validator(mode="after")
-    def check_target(self) -> Self:
         if why := self.explain_untrainable():
             raise ValueError(why)
         return self
