@@ -159,17 +159,12 @@ def open_clips(config: VideoDataConfig) -> ClipData:
     """Open the clips of `config.dir`."""
     bad_files = BadFiles(config.on_bad_file)
     found = find_videos(config, bad_files)
-    videos = []
+    videos = [video for video in found.train if video.num_frames >= config.chunk_size]
     for video in found.train:
-        if video.num_frames >= config.chunk_size:
-            videos.append(video)
-            continue
-        bad_files.report(
-            DataError(
-                f"{video.name} has {format_count(video.num_frames, 'frame')}, a chunk {config.chunk_size}",
-                fix=f"data.chunk_size={video.num_frames}, or leave short videos out: data.on_bad_file=skip",
-            )
-        )
+        if video.num_frames < config.chunk_size:
+            what = f"{video.name} has {format_count(video.num_frames, 'frame')}, a chunk {config.chunk_size}"
+            fix = f"data.chunk_size={video.num_frames}, or leave short videos out: data.on_bad_file=skip"
+            bad_files.report(DataError(what, fix=fix))
     bad_files.refuse_empty_split("training", len(found.train), len(videos))
     train = ClipSamples(
         videos,
