@@ -22,7 +22,7 @@ from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import Weights, load_weights_file_, read_weights
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Scheduled, Workload
+from halfstep_train.workloads.base.workload import FrozenPart, Group, Scheduled, Workload
 from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import (
@@ -86,14 +86,15 @@ def make_workload(
 ) -> Workload:
     """Build the parts of the workload that need no data folder; the metric is the loss."""
     counting = _choose_counting(config, bool(store.get("background_is_labelled", True)))
+    task = SlotTask(config, backbone.module)
     return Workload(
         name=config.workload,
         model=model,
         train_samples=train,
         val_samples=val,
-        prepare=make_prepare(config),
-        forward=make_forward(backbone.module),
-        loss=make_loss(config),
+        prepare=task.prepare,
+        forward=task.forward,
+        loss=task.compute_loss,
         metrics=lambda: SlotMetrics(**counting),
         metric="loss",
         mode="min",
@@ -152,42 +153,32 @@ def _describe_surprises(config: SlotContrastConfig, clips: ClipData) -> list[str
     return notes
 
 
-def make_prepare(config: SlotContrastConfig) -> Prepare:
-    """Return the preparation: it converts bytes to the backbone's input."""
-    data, m = config.data, config.model
+class SlotTask:
+    """The steps of SlotContrast: preparation, forward pass and loss."""
 
-    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        pixels = to_unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
-        if m.backbone != "filters":
+    def __init__(self, config: SlotContrastConfig, backbone: nn.Module) -> None:
+        self.side, self.settings, self.backbone = config.data.image_size, config.model, backbone
+
+    def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        """Convert bytes to the backbone's input."""
+        pixels = to_unit_pixels(batch["video"], self.side, mode="bicubic")  # as upstream
+        if self.settings.backbone != "filters":
             pixels = normalise(pixels)
-        return batch | {"video": pixels} | prepare_masks(batch, data.image_size)
+        return batch | {"video": pixels} | prepare_masks(batch, self.side)
 
-    return prepare
-
-
-def make_forward(backbone: nn.Module) -> Forward:
-    """Return the forward function: features of the frozen backbone, then the model."""
-
-    def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Compute features of the frozen backbone, then run the model."""
         video = batch["video"]
         with torch.no_grad():
-            features = backbone(video.flatten(0, 1)).unflatten(0, video.shape[:2])
+            features = self.backbone(video.flatten(0, 1)).unflatten(0, video.shape[:2])
         return model(features, batch.get("is_real"))
 
-    return forward
-
-
-def make_loss(config: SlotContrastConfig) -> Loss:
-    """Return the loss function: reconstruction and contrast. The weight of a batch is its number of clips."""
-    m = config.model
-
-    def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        total = outputs["error"]
-        if m.contrast_weight:
-            total = total + m.contrast_weight * slot_contrast(outputs["slots"], batch.get("is_real"))
+    def compute_loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
+        """Return reconstruction and contrast. The weight of a batch is its number of clips."""
+        total, weight = outputs["error"], self.settings.contrast_weight
+        if weight:
+            total = total + weight * slot_contrast(outputs["slots"], batch.get("is_real"))
         return total, len(batch["video"])
-
-    return loss
 
 
 def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:

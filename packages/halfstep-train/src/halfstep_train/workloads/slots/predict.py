@@ -25,12 +25,11 @@ from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedMo
 from halfstep_train.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep_train.workloads.slots.build import (
     PrepareClips,
+    SlotTask,
     build_backbone,
     build_model,
     build_steve_model,
     build_words_model,
-    make_forward,
-    make_prepare,
 )
 from halfstep_train.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import choose_steady_crop, compute_crop_box
@@ -68,7 +67,8 @@ class SlotPredictor:
             if isinstance(config, WordsConfig)
             else build_model(config, backbone.module)
         )
-        self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
+        task = SlotTask(config, backbone.module)
+        self._forward, self._prepare = task.forward, task.prepare
 
     def answer_all(
         self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
