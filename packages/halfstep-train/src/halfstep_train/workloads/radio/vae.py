@@ -105,28 +105,15 @@ class Double(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-class DownLevel(nn.Module):
-    """Residual blocks; all levels but the last end by halving the map."""
+class VaeLevel(nn.Sequential):
+    """Residual blocks, and under LDM's name the layer that changes the size of the map (`Halve` or `Double`)."""
 
-    def __init__(self, inputs: int, outputs: int, num_blocks: int, *, is_last: bool) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, num_blocks: int, name: str, resize: type[Halve | Double | nn.Identity]
+    ) -> None:
         super().__init__()
         self.block = make_blocks(inputs, outputs, num_blocks)
-        self.downsample = nn.Identity() if is_last else Halve(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.downsample(self.block(x))
-
-
-class UpLevel(nn.Module):
-    """Residual blocks; all levels but the last end by doubling the map."""
-
-    def __init__(self, inputs: int, outputs: int, num_blocks: int, *, is_last: bool) -> None:
-        super().__init__()
-        self.block = make_blocks(inputs, outputs, num_blocks)
-        self.upsample = nn.Identity() if is_last else Double(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.upsample(self.block(x))
+        self.add_module(name, resize(outputs))
 
 
 class Encoder(Recomputing):
@@ -139,7 +126,8 @@ class Encoder(Recomputing):
         # (input, output) channels of each level.
         pairs = list(zip([first, *levels], levels, strict=False))
         self.down = nn.ModuleList(
-            DownLevel(a, b, num_blocks, is_last=index == len(pairs) - 1) for index, (a, b) in enumerate(pairs)
+            VaeLevel(a, b, num_blocks, "downsample", Halve if index < len(pairs) - 1 else nn.Identity)
+            for index, (a, b) in enumerate(pairs)
         )
         self.mid = Middle(levels[-1])
         self.norm_out, self.conv_out = make_group_norm(levels[-1]), make_conv3(levels[-1], 2 * latent_channels)
@@ -161,7 +149,7 @@ class Decoder(Recomputing):
         self.mid = Middle(levels[-1])
         # Each level has one block more than in the encoder, as in LDM.
         self.up = nn.ModuleList(
-            UpLevel(a, b, num_blocks + 1, is_last=index == 0)
+            VaeLevel(a, b, num_blocks + 1, "upsample", Double if index else nn.Identity)
             for index, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))
         )
         self.norm_out, self.conv_out = make_group_norm(levels[0]), make_conv3(levels[0], 1)
