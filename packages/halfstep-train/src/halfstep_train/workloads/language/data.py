@@ -115,7 +115,13 @@ def _open_ids(
         or read_nanogpt_tokenizer(folder)
         or (_read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None)
     )
-    _refuse_mismatched_ids(tokenizer, root)
+    theirs = _read_tokenizer_near(root) or read_nanogpt_tokenizer(folder)
+    if tokenizer is not None and theirs is not None and theirs.to_dict() != tokenizer.to_dict():
+        raise DataError(
+            f"the ids in {folder} were made with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it is stored next to them; the model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
+            fix="give the text itself, or ids made with the model's tokenizer",
+        )
     # Ids without a tokenizer are taken for GPT-2's, as nanoGPT's prepare.py writes them: 50,257 tokens.
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
     train, val = (open_tokens(paths, vocab=vocab) for paths in files)
@@ -131,26 +137,13 @@ def _open_ids(
     )
 
 
-def _refuse_mismatched_ids(tokenizer: Tokenizer | None, root: Path) -> None:
-    """Refuse ids of another tokenizer than the model's: they stand for other text."""
-    folder = root if root.is_dir() else root.parent
-    theirs = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
-    if tokenizer is not None and theirs is not None and theirs.to_dict() != tokenizer.to_dict():
-        raise DataError(
-            f"the ids in {folder} were made with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
-            why=f"it is stored next to them; the model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
-            fix="give the text itself, or ids made with the model's tokenizer",
-        )
-
-
 def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
     """Return the tokenizer that `data.tokenizer` names; for `auto`, the one stored next to the data.
 
     Return None if the tokenizer has to be built from the text.
     """
-    folder = root if root.is_dir() else root.parent
     if setting == "auto":
-        return read_tokenizer(folder) if has_tokenizer(folder) else None
+        return _read_tokenizer_near(root)
     if setting in CHARACTERS:
         return None
     if setting == "bytes":
@@ -162,10 +155,12 @@ def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
 
 def _read_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
     """Return the tokenizer next to the start weights, whose embedding has one row per token of it."""
-    if not config.model.weights:
-        return None
-    weights = Path(config.model.weights)
-    folder = weights if weights.is_dir() else weights.parent
+    return _read_tokenizer_near(Path(config.model.weights)) if config.model.weights else None
+
+
+def _read_tokenizer_near(path: Path) -> Tokenizer | None:
+    """Return the tokenizer in a folder, or next to a file, if there is one."""
+    folder = path if path.is_dir() else path.parent
     return read_tokenizer(folder) if has_tokenizer(folder) else None
 
 
