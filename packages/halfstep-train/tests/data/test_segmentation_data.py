@@ -233,8 +233,7 @@ def test_an_unknown_mask_value_names_file_and_value() -> None:
 
 
 def test_a_colour_mask_does_not_pass_for_gray_classes() -> None:
-    blue_five = np.zeros((2, 2, 3), dtype=np.uint8)
-    blue_five[..., 2] = 5
+    blue_five = np.full((2, 2, 3), (0, 0, 5), dtype=np.uint8)
     with pytest.raises(DataError, match=r"unknown mask value \(0, 0, 5\)"):
         MaskTable(values=(0, 5)).to_classes(blue_five, Path("m.png"))
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from data import data_sets
 from halfstep.errors import CheckpointError
+from halfstep_train.report.progress import Bar
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.workloads import build, load
 from halfstep_train.workloads.segmentation.demo import write_demo
-from halfstep_train.workloads.segmentation.predict import predict_file
+from halfstep_train.workloads.segmentation.predict import WholeImages
 from tiny_runs import Told
 from whole_runs import newest
 
@@ -161,7 +162,8 @@ def test_the_scale_of_a_run_is_that_of_all_its_later_images(tmp_path: Path, caps
         seen.append(float(pixels.max()))
         return torch.zeros(1, 2, *pixels.shape[2:])
 
-    predict_file(other / "imgs" / "000.npy", forward, store=store, depth=2, device=torch.device("cpu"))
+    forward.device = torch.device("cpu")  # type: ignore[attr-defined]
+    WholeImages(forward, store=store, depth=2).segment(other / "imgs" / "000.npy", Bar("", 1))
     assert seen == [pytest.approx(1 / 255)]
     told = Told(tmp_path)
     evaluate(run, data=other, report=told.report)

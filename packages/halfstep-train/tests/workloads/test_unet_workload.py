@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.loader import Batch, Loader
+from halfstep_train.report.progress import Bar
 from halfstep_train.run.assemble import build_workload
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
@@ -35,7 +36,7 @@ from halfstep_train.workloads.segmentation.pictures import (
     draw_errors,
     draw_overlay,
 )
-from halfstep_train.workloads.segmentation.predict import predict_file, predict_image
+from halfstep_train.workloads.segmentation.predict import WholeImages, predict_image
 from halfstep_train.workloads.segmentation.unet import UNet
 from tiny_runs import Told, unet_run
 
@@ -255,7 +256,8 @@ def test_a_file_comes_back_at_its_own_size(tmp_path: Path, resize: list[float]) 
         assert float(part.max()) <= 1
         return part
 
-    classes = predict_file(tmp_path / "a.png", forward, store=store(resize=resize), depth=DEPTH, device=CPU)
+    forward.device = CPU  # type: ignore[attr-defined]
+    classes = WholeImages(forward, store=store(resize=resize), depth=DEPTH).segment(tmp_path / "a.png", Bar("", 1))
     assert classes.shape == (90, 70)
     assert shapes == [(1, 3, round(90 * resize[0]), round(70 * resize[1]))]
 
@@ -279,9 +281,10 @@ def test_logits_are_resampled_not_classes(size: tuple[int, int], tile: int) -> N
 def test_an_edge_between_two_pixels_lands_between_them_at_full_size(tmp_path: Path) -> None:
     """Logits of -1 and 3 cross zero a quarter of the way; copied classes would cross at the half."""
     Image.fromarray(np.zeros((4, 16), dtype=np.uint8)).save(tmp_path / "a.png")
-    line = torch.tensor([-1.0, -1.0, 3.0, 3.0]).expand(1, 1, 4, 4)
-    classes = predict_file(tmp_path / "a.png", lambda part: line, store=store(resize=[1, 0.25]), depth=2, device=CPU)
-    assert classes[0].tolist() == [0] * 7 + [1] * 9
+    line = nn.Conv2d(1, 1, 1)
+    line.device, line.forward = CPU, lambda part: torch.tensor([-1.0, -1.0, 3.0, 3.0]).expand(1, 1, 4, 4)
+    images = WholeImages(line, store=store(resize=[1, 0.25]), depth=2)
+    assert images.segment(tmp_path / "a.png", Bar("", 1))[0].tolist() == [0] * 7 + [1] * 9
 
 
 def test_the_tiles_done_are_told_before_each() -> None:

@@ -94,32 +94,6 @@ MAX_PIXELS = 1_000_000_000
 at this limit."""
 
 
-def predict_file(
-    path: Path,
-    forward: Forward,
-    *,
-    store: Mapping[str, Any],
-    depth: int,
-    device: torch.device,
-    **tiling: Any,
-) -> Array:
-    """Return the class map (uint8) of an image file at its original size, computed at the scale of training; `tiling`
-    are the options of `predict_image`."""
-    original = read_image_facts(path).size
-    if math.prod(original) > MAX_PIXELS:
-        raise DataError(
-            f"{path} has {original[1]:,}×{original[0]:,} = {math.prod(original):,} pixels, and the limit is "
-            f"{MAX_PIXELS:,}: cut it into smaller images",
-            why="decoding it could use up the memory of the machine",
-        )
-    height, width = (
-        max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
-    )
-    planes = read_planes(path, replace(read_image_format(store), size=(height, width)))
-    image = torch.from_numpy(planes).to(device)
-    return predict_image(forward, image, depth=depth, size=original, **tiling).numpy()
-
-
 @torch.no_grad()
 def predict_image(
     forward: Forward,
@@ -212,28 +186,37 @@ class WholeImages:
         self.tile = tile or max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
 
     def segment(self, path: Path, bar: Bar) -> Array:
-        """Return the class map of a file; the progress bar shows tiles if there are several."""
+        """Return the class map (uint8) of a file at its original size, computed at the scale of training; the progress
+        bar shows tiles if there are several."""
 
         def report(done: int, total: int) -> None:
             bar.show({"tile": f"{done + 1}/{total}"} if total > 1 else {})
 
+        with allow_any_size():
+            image, size = self._read(path)
         while True:
             try:
-                with allow_any_size():
-                    return predict_file(
-                        path,
-                        self.trained,
-                        store=self.store,
-                        depth=self.depth,
-                        device=self.trained.device,
-                        tile=self.tile,
-                        report=report,
-                    )
+                found = predict_image(self.trained, image, depth=self.depth, tile=self.tile, size=size, report=report)
+                return found.numpy()
             except torch.OutOfMemoryError as error:
                 error.__traceback__ = None  # its frames hold activations, which must be freed
                 torch.cuda.empty_cache()
                 self.tile //= 2
                 self.trained.warn(f"out of memory: continuing with tiles of {self.tile} pixels")
+
+    def _read(self, path: Path) -> tuple[Tensor, tuple[int, int]]:
+        """Return an image at the scale of training, on the device, and its original size."""
+        original = read_image_facts(path).size
+        if math.prod(original) > MAX_PIXELS:
+            raise DataError(
+                f"{path} has {original[1]:,}×{original[0]:,} = {math.prod(original):,} pixels, and the limit is "
+                f"{MAX_PIXELS:,}: cut it into smaller images",
+                why="decoding it could use up the memory of the machine",
+            )
+        factors, least = self.store["resize"], 2**self.depth
+        height, width = (max(least, round(side * one)) for side, one in zip(original, factors, strict=True))
+        planes = read_planes(path, replace(read_image_format(self.store), size=(height, width)))
+        return torch.from_numpy(planes).to(self.trained.device), original
 
 
 @contextmanager
