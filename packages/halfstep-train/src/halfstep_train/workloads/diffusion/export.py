@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from halfstep.disk import write_atomically
-from halfstep.tensor_files import take, write_tensors
+from halfstep.tensor_files import LazyTensors, take, write_tensors
 from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.frozen_vae import ENCODED_AT_ONCE
+from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, import_diffusers_class
@@ -40,9 +41,7 @@ MEASURED_IMAGES = 512
 """Training images on which the scale of the latents is measured."""
 
 
-def export(
-    weights: Mapping[str, Tensor], config: DiffusionConfig, store: Mapping[str, Any], folder: Path, device: torch.device
-) -> None:
+def export(weights: LazyTensors, config: DiffusionConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the U-Net as a pipeline with everything that sampling needs."""
     parts = open_parts(config, tuple(store["classes"]))
     shared = make_scheduler_config(config.noise, config.model.target)
@@ -96,9 +95,7 @@ def _save_custom_pipeline(folder: Path, nets: dict[str, Any], conditions: Condit
     )
 
 
-def export_vae(
-    weights: Mapping[str, Tensor], config: VaeConfig, store: Mapping[str, Any], folder: Path, device: torch.device
-) -> None:
+def export_vae(weights: LazyTensors, config: VaeConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the VAE, with the scale of its latents on training images."""
     weights = take(weights, "vae.", torch.float32)
     vae = _make_bare_net(store["vae"], weights)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
 from halfstep.errors import DataError, ModelError
+from halfstep.tensor_files import LazyTensors
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import Key, make_generator
 from halfstep_train.models.initial_values import skip_initialisation
@@ -49,7 +50,6 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
             )
         stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
         store = {"vocab": data.vocab, "tokenizer": stored}
-    if is_new:
         check_length(data.train, get_model_size(config, store).context)
     model = _load_start_weights(config, store) if is_new and config.model.weights else build_model(config, store)
     return make_workload(
@@ -181,9 +181,7 @@ def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:
     return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
 
 
-def export(
-    weights: Mapping[str, Tensor], config: LanguageConfig, store: Store, folder: Path, device: torch.device
-) -> None:
+def export(weights: LazyTensors, config: LanguageConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the model and its tokenizer in Hugging Face's format."""
     tokenizer = load_stored_tokenizer(store)
     ends_at = tokenizer.end if tokenizer is not None else None

@@ -20,7 +20,7 @@ from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.islands import in_fp32
 from halfstep.recompute import set_recompute
-from halfstep.tensor_files import take, write_tensors
+from halfstep.tensor_files import LazyTensors, take, write_tensors
 from halfstep_train.data.loader import Batch
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import build_discriminator
@@ -34,6 +34,7 @@ from halfstep_train.workloads.base.frozen_vae import (
     open_or_encode,
     refuse_uncached,
 )
+from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
@@ -58,7 +59,7 @@ FRAGILE = (
 )
 
 
-def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
+def build_vae(config: RadioVaeConfig, store: Store | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
     data = find_data(config)
     model = build_vae_model(config)
@@ -158,9 +159,7 @@ def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
     return (error.abs() + error.square()).sum(1)
 
 
-def export_vae(
-    weights: Mapping[str, Tensor], config: RadioVaeConfig, store: Mapping[str, Any], folder: Path, device: torch.device
-) -> None:
+def export_vae(weights: LazyTensors, config: RadioVaeConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the autoencoder with its sizes and latent scale, for stage 2."""
     weights, maps = take(weights, "vae.", torch.float32), find_data(config).train
     with torch.device("meta"):
