@@ -351,16 +351,12 @@ def _iterate_frames(path: Path) -> Iterator[Array]:
                 for frame in ImageSequence.Iterator(picture):
                     yield np.asarray(frame.convert("RGB"))
         else:
-            yield from _decode(path)
+            av = import_optional("av", str(path), "pip install av, or save the frames as images: one folder per video")
+            with av.open(str(path)) as container:
+                for frame in container.decode(video=0):
+                    yield frame.to_ndarray(format="rgb24")
     except UNDECODABLE as error:
         raise make_unreadable_error(path, error) from error
-
-
-def _decode(path: Path) -> Iterator[Array]:
-    av = import_optional("av", str(path), "pip install av, or save the frames as images: one folder per video")
-    with av.open(str(path)) as container:
-        for frame in container.decode(video=0):
-            yield frame.to_ndarray(format="rgb24")
 
 
 class FoundVideos(NamedTuple):
