@@ -28,32 +28,22 @@ PIXELS = 4
 """Side of the squares whose mean colours are clustered."""
 
 
+@torch.no_grad()
 def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates: bool) -> dict[str, float]:
     """Return the scores of k-means on the validation clips of a slot workload with a frozen backbone."""
-    backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
+    backbone: Any = workload.frozen["backbone"].module
+    generator = torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
     for batch, prepared in _iterate_clips(workload):
-        points = (
-            _compute_features(backbone, prepared["video"][0])
-            if on == "features"
-            else average_colours(batch["video"][0])
-        )
+        if on == "features":
+            # Without the backbone's position channels: coordinates are a separate option.
+            points = backbone(prepared["video"][0])[..., : getattr(backbone, "look_dim", None)]
+        else:  # mean colours (T, positions, 3) in 0..1 of squares of frames (T, 3, H, W) uint8
+            points = F.avg_pool2d(batch["video"][0].float() / 255, PIXELS).flatten(2).transpose(1, 2)
         rows = add_coordinates(points) if coordinates else points.flatten(0, 1)
         labels = run_k_means(rows, num_clusters, generator).view(points.shape[:2])
         metrics.update({"masks": F.one_hot(labels, num_clusters).transpose(1, 2).float().unsqueeze(0)}, prepared)
     return metrics.compute()
-
-
-@torch.no_grad()
-def _compute_features(backbone: Any, frames: Tensor) -> Tensor:
-    """Return the backbone's features without its position channels: coordinates are a separate option."""
-    features: Tensor = backbone(frames)
-    return features[..., : getattr(backbone, "look_dim", None)]
-
-
-def average_colours(frames: Tensor) -> Tensor:
-    """Return mean colours (T, positions, 3) in 0..1 of squares of frames (T, 3, H, W) uint8."""
-    return F.avg_pool2d(frames.float() / 255, PIXELS).flatten(2).transpose(1, 2)
 
 
 def score_untrained(workload: Workload) -> dict[str, float]:
