@@ -26,7 +26,6 @@ from halfstep_train.workloads.radio.vae import RadioVAE
 
 SHOWN_EACH = 2
 """Number of worst, of median and of best maps that are drawn."""
-PARTS = ("val", "test", "train")
 
 
 class RadioDetails(RadioMetrics):
@@ -85,8 +84,8 @@ class SamplingEvaluation(RadioEvaluation):
     def score_with_options(self, request: EvaluateRequest) -> dict[str, float] | None:
         """Score with another number of steps, or on another split, than validation."""
         config, options = request.config, request.options
-        if options["part"] not in PARTS:
-            raise ConfigError(f"unknown --part {options['part']}", fix=f"use one of {', '.join(PARTS)}")
+        if options["part"] not in ROLE_NAMES:
+            raise ConfigError(f"unknown --part {options['part']}", fix=f"use one of {', '.join(ROLE_NAMES)}")
         steps = int(options["steps"] or config.model.sampling_steps)
         self.scored_at = f"{describe_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
         if options["steps"] is None and options["part"] == "val":
