@@ -19,7 +19,7 @@ nor argmax, so it is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,15 +91,12 @@ class DVae(Recomputing):
 
     def _get_logit_layer(self) -> tuple[Tensor, Tensor]:
         """Return weight (words, 64) and bias of the encoder's last layer."""
-        last = self.encoder[-1]
-        assert isinstance(last, nn.Conv2d)
-        assert last.bias is not None
-        return to_matrix(last.weight), last.bias
+        last = cast(nn.Conv2d, self.encoder[-1])
+        return to_matrix(last.weight), cast(Tensor, last.bias)
 
     def decode(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
         """Return images from the output (N, positions, 64) of the first layer without bias."""
-        bias = self._get_first_convolution().bias
-        assert bias is not None
+        bias = cast(Tensor, self._get_first_convolution().bias)
         first = torch.relu(embedded + bias.to(embedded.dtype))
         maps = first.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
         return choose_region_runner(self.recompute)(self._run_decoder, maps)
@@ -120,9 +117,7 @@ class DVae(Recomputing):
         return self.decode(F.embedding(words, self._get_first_convolution().weight.flatten(1).t()), grid)
 
     def _get_first_convolution(self) -> nn.Conv2d:
-        block = self.decoder[0]
-        assert isinstance(block, ConvRelu)
-        return block.m
+        return cast(ConvRelu, self.decoder[0]).m
 
 
 class ConvRelu(nn.Module):
