@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import get_matmul_dtype
 from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner, keeps_every_product
 from halfstep_train.kernels.chain import NormReluConv, cast_together
@@ -126,12 +125,6 @@ class UNet(Recomputing):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if bilinear and base_channels % 2:
-            raise ModelError(
-                f"model.base_channels={base_channels} with model.bilinear=true",
-                why="bilinear upsampling halves the channels, so their number must be even",
-                fix="the published U-Net has base_channels=64",
-            )
         self.depth = depth
         self.recompute = "blocks" if checkpointing else "none"
         widths = [base_channels * 2**level for level in range(depth + 1)]
