@@ -257,7 +257,8 @@ THEIR_MASKS = ".self_attn_mask"
 def build_steve(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
     clips = open_clips(config.data)
-    workload = make_steve_workload(config, clips.train, clips.val, about=clips)
+    facts = {"notes": clips.notes, "about": clips.about, "val_names": clips.val.list_names()}
+    workload = make_steve_workload(config, clips.train, clips.val, **facts)
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, _drop_masks)
     return workload
@@ -272,9 +273,7 @@ def build_steve_on_samples(config: SteveConfig, store: Store, samples: Samples) 
     return make_steve_workload(config, samples, samples)
 
 
-def make_steve_workload(
-    config: SteveConfig, train: Samples, val: Samples, *, about: ClipData | None = None
-) -> Workload:
+def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **about: Any) -> Workload:
     """Build the workload on given samples; `about` adds facts and notes about the data."""
     tau = Scheduled(lambda step: compute_temperature(config.model.tau, step))
 
@@ -313,9 +312,7 @@ def make_steve_workload(
         values={"tau": tau},
         settled=settle_scale(config) if config.model.loss == "sum" else {},
         sample=make_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
-        notes=about.notes if about else (),
-        about=about.about if about else (),
-        val_names=about.val.list_names() if about else (),
+        **about,
     )
 
 
