@@ -47,7 +47,12 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
     if EMBEDDING not in weights and "lm_head.weight" in weights:
         weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one of two names of a shared tensor
     head = weights.pop("lm_head.weight", None)
-    _refuse_non_gpt2_weights(weights, path)
+    if lacking := [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]:
+        raise ModelError(
+            f"{path} contains no GPT-2 weights",
+            why=f"it lacks {lacking[0]}; it has {', '.join(list(weights)[:3])}",
+            fix="use weights of Hugging Face's GPT2LMHeadModel or of nanoGPT",
+        )
     if head is not None and not torch.equal(head, weights[EMBEDDING]):
         raise ModelError(
             f"{path} has a separate output layer, lm_head.weight",
@@ -188,17 +193,6 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 def _rename(name: str) -> str:
     """Add the prefix `transformer.`, which files of GPT2Model and the released files lack."""
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-
-
-def _refuse_non_gpt2_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ModelError if these are no GPT-2 weights."""
-    lacking = [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]
-    if lacking:
-        raise ModelError(
-            f"{path} contains no GPT-2 weights",
-            why=f"it lacks {lacking[0]}; it has {', '.join(list(weights)[:3])}",
-            fix="use weights of Hugging Face's GPT2LMHeadModel or of nanoGPT",
-        )
 
 
 def _find_first_projection(weights: Mapping[str, Tensor]) -> str:
