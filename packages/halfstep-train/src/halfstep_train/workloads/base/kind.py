@@ -42,9 +42,9 @@ class Unit:
     flops_per_sample: float = 0.0
     """Operations of forward and backward by the model's formula; 0: unknown."""
 
-    def format_rate(self, samples_per_s: float, digits: int = 1) -> str:
+    def format_rate(self, samples_per_s: float) -> str:
         """Format the throughput, as in `12.3 images/s`."""
-        return f"{samples_per_s * self.per_sample:,.{digits}f} {self.name}s/s"
+        return f"{samples_per_s * self.per_sample:,.1f} {self.name}s/s"
 
     def compute_rates(self, samples_per_s: float) -> dict[str, float]:
         """Return `{"tokens_per_s": 1234.5}` for records that hold `samples_per_s` too; empty if samples are the

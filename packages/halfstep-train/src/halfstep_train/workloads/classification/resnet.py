@@ -155,11 +155,6 @@ class ResNet(nn.Module):
         return run_resnet_chain(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
 
 
-def has_blocks_only(stage: Blocks) -> bool:
-    """True if no block was replaced, for example by `nn.Identity`."""
-    return all(type(block) in (BasicBlock, Bottleneck) for block in stage)
-
-
 def is_whole(block: BasicBlock | Bottleneck) -> bool:
     """True if no layer of a block was replaced."""
     has_layers = all(consists_of(layer, CentredConv2d, BatchNorm2d) for layer in block.list_layers())
@@ -172,7 +167,8 @@ CHAINED: Checks = {
     **CONVOLUTIONAL,
     HalvingMaxPool2d: lambda layer: layer.is_as_built() and layer.kernel == 3,
     nn.Identity: accept_any,
-    Blocks: has_blocks_only,
+    # No block may be replaced, for example by `nn.Identity`.
+    Blocks: lambda stage: all(type(block) in (BasicBlock, Bottleneck) for block in stage),
     **dict.fromkeys((BasicBlock, Bottleneck), is_whole),
 }
 """Modules that `kernels.resnet_chain` can replace, each with a check."""
