@@ -87,14 +87,14 @@ def set_sampling(config: DiffusionConfig, options: Mapping[str, Any]) -> Diffusi
 def make_conditions(conditions: Conditions, options: Mapping[str, Any], num: int, device: torch.device) -> Batch:
     """Return the conditions given by `--prompt` or `--class`; empty conditions without either."""
     prompt, name = options["prompt"], options["class"]
-    if prompt is not None and not isinstance(conditions, TextConditions):
-        raise ConfigError(f"--prompt {prompt!r}: the model was not trained with text", fix="leave it out")
-    if name is not None and not isinstance(conditions, ClassConditions):
-        raise ConfigError(f"--class {name}: the model was not trained with classes", fix="leave it out")
     batch = conditions.make_empty(num, device)
-    if isinstance(conditions, TextConditions) and prompt is not None:
+    if prompt is not None:
+        if not isinstance(conditions, TextConditions):
+            raise ConfigError(f"--prompt {prompt!r}: the model was not trained with text", fix="leave it out")
         batch["tokens"] = conditions.tokenize([prompt]).to(device).expand(num, -1)
-    if isinstance(conditions, ClassConditions) and name is not None:
+    if name is not None:
+        if not isinstance(conditions, ClassConditions):
+            raise ConfigError(f"--class {name}: the model was not trained with classes", fix="leave it out")
         batch["label"] = torch.full((num,), _find_class(conditions, str(name)), device=device)
     return batch
 
