@@ -198,10 +198,8 @@ class _SoftEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, noise, *rest = ctx.saved_tensors
-        step, chunk = (
-            make_iteration(_embed_chunk_backward, is_compiled=ctx.is_compiled),
-            _choose_chunk(rows, rest[-1].shape[1]),
-        )
+        step = make_iteration(_embed_chunk_backward, is_compiled=ctx.is_compiled)
+        chunk = _choose_chunk(rows, rest[-1].shape[1])
         # rest: tau, weight, bias, embedding. Gradients of all but tau are computed.
         grad_rows, sums = torch.empty_like(rows), [torch.zeros_like(weight, dtype=torch.float32) for weight in rest[1:]]
         chunks = (part.split(chunk) for part in (grad_rows, grad, rows, noise))

@@ -93,10 +93,8 @@ class SlotEvaluation(PlainEvaluation):
         """Write a sheet and a gif of each chosen clip."""
         written = []
         # Without true masks nothing is ranked: draw the first clips.
-        first = [(index, 0.0) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
-        for kind, index, _ in pick_worst_to_best(self.metrics.rank_clips(), SHOWN_EACH) or [
-            ("first", *one) for one in first
-        ]:
+        first = [("first", index, 0.0) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
+        for kind, index, _ in pick_worst_to_best(self.metrics.rank_clips(), SHOWN_EACH) or first:
             _, outputs = look(index)
             sample = self.workload.val_samples.sample(index, key=(0, 0, index))
             frames, slots, truth = make_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
