@@ -197,10 +197,8 @@ class TextConditions(Conditions):
         """Return token ids (N, L); captions longer than the encoder's maximum are truncated."""
         if not captions:
             return torch.zeros(0, self.length, dtype=torch.int64)
-        found = self.tokenizer(
-            list(captions), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
-        )
-        return found["input_ids"]
+        fixed = {"padding": "max_length", "truncation": True, "max_length": self.length}
+        return self.tokenizer(list(captions), return_tensors="pt", **fixed)["input_ids"]
 
     def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         with torch.no_grad(), fp32_island():
