@@ -43,9 +43,8 @@ def compute_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.float()
         if sampling.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        logits = (
-            logits - logits.amax(-1, keepdim=True)
-        ) / sampling.temperature  # the largest stays finite at tiny temperatures
+        # The largest stays finite at tiny temperatures.
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
         if 0 < sampling.top_k < logits.shape[-1]:
             least = logits.topk(sampling.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))

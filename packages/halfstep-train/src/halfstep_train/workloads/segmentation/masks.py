@@ -135,9 +135,8 @@ def to_colour(value: MaskValue) -> tuple[int, int, int]:
 
 def resize_mask(mask: Array, size: tuple[int, int]) -> Array:
     """Resize a mask or class map by nearest neighbour: values cannot be interpolated."""
-    rows, columns = (
-        ((np.arange(new) + 0.5) * (old / new)).astype(np.int64) for new, old in zip(size, mask.shape[:2], strict=True)
-    )
+    sides = zip(size, mask.shape[:2], strict=True)
+    rows, columns = (((np.arange(new) + 0.5) * (old / new)).astype(np.int64) for new, old in sides)
     return mask if mask.shape[:2] == size else mask[rows][:, columns]
 
 

@@ -101,9 +101,8 @@ def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, sour
     named = match_names(own, {name: value for name, value in weights.items() if name not in NOT_NEEDED})
     table = named.get("encoder.pos_embedding")
     if table is not None and table.ndim == 3 and table.shape[2] == model.dim:
-        model.encoder.pos_embedding = nn.Parameter(
-            torch.empty_like(table)
-        )  # the file's grid; it is resampled when used
+        # The file's grid; it is resampled when used.
+        model.encoder.pos_embedding = nn.Parameter(torch.empty_like(table))
     # Files of feature extractors may lack the last norm, which features do not use.
     named = {name: own[name] for name in ("encoder.ln.weight", "encoder.ln.bias")} | named
     depth = len(model.encoder.layers)

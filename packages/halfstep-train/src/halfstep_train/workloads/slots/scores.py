@@ -142,17 +142,15 @@ def slot_contrast(slots: Tensor, is_real: Tensor | None = None) -> Tensor:
         slots = F.normalize(to_fp32(slots), dim=-1)
         all_slots, begin = gather_rows(slots)
         if begin + len(slots) > len(all_slots):
-            return (
-                all_slots.sum() * 0
-            )  # a rank without clips: 0, but with gradients, so that its backward pass takes part
+            # A rank without clips: 0, but with gradients, so that its backward pass takes part.
+            return all_slots.sum() * 0
         logits = compute_cosines(slots, all_slots) / TEMPERATURE
         # The correct match is the same slot of the same clip. The clips of this rank start at row `begin` of all clips.
         right = torch.log_softmax(logits, dim=-2).diagonal(offset=-begin * slots.shape[2], dim1=-2, dim2=-1)
         if is_real is None:
             return -right.mean()
-        counts = (
-            is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])
-        )  # padding is at the end, so frame t is real if t + 1 is
+        # Padding is at the end, so frame t is real if t + 1 is.
+        counts = is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])
         weight = counts.transpose(0, 1).flatten(1)
         # The step weights each rank by its number of clips, which cancels the factor len(slots) / len(all_slots).
         whole = sum_over_ranks(weight.sum()) * len(slots) / len(all_slots)
