@@ -44,18 +44,16 @@ class ClassificationEvaluation(PlainEvaluation):
         these answers are correct)."""
         confusion = self.metrics.get_confusion().numpy()
         answers = confusion.sum(axis=0)
-        rows: list[dict[str, Cell]] = []
-        for number, (seen, hits) in enumerate(self.metrics.count_by_class()):
-            rows.append(
-                {
-                    "class": self.names[number],
-                    "samples": seen,
-                    "accuracy": hits / seen if seen else None,
-                    "precision": hits / int(answers[number]) if answers[number] else None,
-                    "most often confused with": self._find_rival(confusion[number], number),
-                }
-            )
-        return tuple(rows)
+        return tuple(
+            {
+                "class": self.names[number],
+                "samples": seen,
+                "accuracy": hits / seen if seen else None,
+                "precision": hits / int(answers[number]) if answers[number] else None,
+                "most often confused with": self._find_rival(confusion[number], number),
+            }
+            for number, (seen, hits) in enumerate(self.metrics.count_by_class())
+        )
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Draw the confusion matrix, and the mistakes if there are any."""
