@@ -151,9 +151,7 @@ class VaeEvaluation(PlainEvaluation):
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         shown = min(SHOWN, len(self.workload.val_samples))
         pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
-        rows = [
-            to_bytes(torch.cat(images)) for images in zip(*((b["image"], o["image"]) for b, o in pairs), strict=True)
-        ]
+        images = [batch["image"] for batch, _ in pairs] + [outputs["image"] for _, outputs in pairs]
         path = folder / "reconstructions.png"
-        Image.fromarray(arrange_grid(torch.cat(rows).numpy(), columns=shown)).save(path)
+        Image.fromarray(arrange_grid(to_bytes(torch.cat(images)).numpy(), columns=shown)).save(path)
         return [path]
