@@ -129,12 +129,9 @@ class RadioDiffModelConfig(BuiltModelConfig):
 
     @model_validator(mode="after")
     def check_levels(self) -> Self:
-        levels = len(self.multipliers)
-        for name, given in (
-            ("windows", self.windows),
-            ("pyramid.depths", self.pyramid.depths),
-            ("pyramid.num_heads", self.pyramid.num_heads),
-        ):
+        levels, pyramid = len(self.multipliers), self.pyramid
+        lists = {"windows": self.windows, "pyramid.depths": pyramid.depths, "pyramid.num_heads": pyramid.num_heads}
+        for name, given in lists.items():
             if len(given) != levels:
                 raise ValueError(
                     f"{name} has {len(given)} entries, multipliers has {levels}: there must be one per level"
