@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from halfstep.backend_flags import read_effective_leaves, read_flags
 from halfstep.errors import HardwareError
-from halfstep_train.bench.peers import PEERS, PeerSetup, isolate_peer, list_peers
+from halfstep_train.bench.peers import PEERS, PeerRunner, isolate_peer, list_peers
 from halfstep_train.bench.problem import Batch, Problem, Runner
 from halfstep_train.kernels.fast_forms import FORMS, force, is_wanted
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
@@ -194,7 +194,7 @@ def test_tuned_means_channels_last_but_for_strict_fp32_on_cuda_where_no_gain_is_
     device: str, precision: str, is_last: bool
 ) -> None:
     problem = dataclasses.replace(Watched().problem, device=torch.device(device))
-    setup = PeerSetup(problem=problem, precision=precision, variant="tuned")
+    setup = PeerRunner(name="plain", problem=problem, precision=precision, variant="tuned")
     kernel = max(setup.build_model().parameters(), key=torch.numel)
     assert kernel.is_contiguous(memory_format=torch.channels_last) == is_last
     image = setup.prepare(setup.problem.host_batch)["image"]

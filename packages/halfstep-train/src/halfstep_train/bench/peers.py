@@ -17,7 +17,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -34,7 +34,6 @@ from halfstep_train.kernels.fast_forms import force
 from halfstep_train.report.console import silence
 from halfstep_train.tune.fresh_thread import make_graph_storage
 
-Variant = Literal["documented", "tuned", "graphs"]
 LossOf = Callable[[Batch], Tensor]
 
 
@@ -42,13 +41,14 @@ class PeerMissing(HalfstepError):
     """A peer to compare against is not installed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerSetup:
-    """A problem as a peer's user would set it up."""
+@dataclass(kw_only=True, slots=True)
+class PeerRunner:
+    """One peer in one variant: the problem as a user of the peer would set it up and train it."""
 
+    name: str
     problem: Problem
     precision: str
-    variant: Variant
+    variant: str
     compiler: str = "inductor"
     """The backend of torch.compile; tests use a fast one."""
 
@@ -103,8 +103,21 @@ class PeerSetup:
 
         return torch.compile(loss, backend=self.compiler, mode=self.compile_mode)
 
+    def train(self, steps: int, after_step: AfterStep) -> float:
+        """Train from the seeded start; errors, including those of compilation, are raised unchanged."""
+        device = self.problem.device
+        if self.precision == "fp16" and device.type == "cpu" and self.name in NO_FP16_ON_CPU:
+            raise HardwareError(f"{self.name} cannot train fp16 on the CPU", fix="--precisions fp32,bf16")
+        if self.variant == "graphs" and device.type != "cuda":
+            raise HardwareError(f"{self.name} graphs needs CUDA", fix=f"--against {self.name}")
+        with isolate_peer(device), set_float32_mode(self.precision, by_hand=self.by_hand):
+            torch.backends.cudnn.benchmark = self.by_hand
+            if self.variant == "graphs":
+                make_graph_storage()
+            return PEERS[self.name](self, steps, after_step)
 
-Loop = Callable[[PeerSetup, int, AfterStep], float]
+
+Loop = Callable[[PeerRunner, int, AfterStep], float]
 """Trains the given number of steps and returns the last loss."""
 
 
@@ -155,19 +168,19 @@ def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
+def train_plain(peer: PeerRunner, steps: int, after_step: AfterStep) -> float:
     """Train with plain PyTorch: autocast, GradScaler for fp16, clipping after unscaling, one loss read at the end."""
-    problem, device = setup.problem, setup.problem.device
-    model = setup.build_model().to(device)
-    optimizer = setup.build_optimizer(model)
-    scaler = torch.amp.GradScaler(device.type, enabled=setup.precision == "fp16")
+    problem, device = peer.problem, peer.problem.device
+    model = peer.build_model().to(device)
+    optimizer = peer.build_optimizer(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=peer.precision == "fp16")
     autocast = torch.autocast(
-        device.type, dtype=AUTOCAST.get(setup.precision, torch.bfloat16), enabled=setup.precision in AUTOCAST
+        device.type, dtype=AUTOCAST.get(peer.precision, torch.bfloat16), enabled=peer.precision in AUTOCAST
     )
-    compiled: Any = model if setup.by_hand else torch.compile(model, backend=setup.compiler)
-    loss_of = setup.compile_loss(model) if setup.by_hand else functools.partial(setup.compute_loss, compiled)
+    compiled: Any = model if peer.by_hand else torch.compile(model, backend=peer.compiler)
+    loss_of = peer.compile_loss(model) if peer.by_hand else functools.partial(peer.compute_loss, compiled)
     loss = torch.tensor(float("nan"))
-    for host_batch in setup.build_loader(steps):
+    for host_batch in peer.build_loader(steps):
         optimizer.zero_grad()
         batch = {name: part.to(device, non_blocking=True) for name, part in host_batch.items()}
         with autocast:
@@ -196,7 +209,7 @@ def import_peer(package: str) -> Any:
         raise PeerMissing(f"{package} cannot be imported", why=str(error), fix=f"pip install {package}") from error
 
 
-def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
+def train_lightning(peer: PeerRunner, steps: int, after_step: AfterStep) -> float:
     """Train with Lightning's Trainer, which owns the loop.
 
     The whole module goes through torch.compile, as its documentation shows, and with `training_step` the loss: the two
@@ -204,45 +217,45 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     no other row has them.
     """
     lightning = import_peer("lightning")
-    device = setup.problem.device
-    module = _build_module(lightning, setup)
+    device = peer.problem.device
+    module = _build_module(lightning, peer)
     counter = _build_counter(lightning, after_step)
     trainer = lightning.Trainer(
         accelerator=device.type,
         devices=1 if device.type == "cpu" else [device.index or 0],
-        precision=PRECISION[setup.precision],
+        precision=PRECISION[peer.precision],
         max_steps=steps,
-        gradient_clip_val=setup.problem.clip_norm,
-        benchmark=setup.by_hand or None,
+        gradient_clip_val=peer.problem.clip_norm,
+        benchmark=peer.by_hand or None,
         callbacks=[counter],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    compiled = torch.compile(module, backend=setup.compiler, mode=setup.compile_mode)
+    compiled = torch.compile(module, backend=peer.compiler, mode=peer.compile_mode)
     try:
-        trainer.fit(compiled, setup.build_loader(steps))
+        trainer.fit(compiled, peer.build_loader(steps))
     except SystemExit as stopped:  # Lightning turns Ctrl-C into SystemExit
         raise KeyboardInterrupt from stopped
     return float(counter.loss)
 
 
-def _build_module(lightning: Any, setup: PeerSetup) -> Any:
+def _build_module(lightning: Any, peer: PeerRunner) -> Any:
     """Build the LightningModule of the problem."""
 
     class PeerModule(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = setup.build_model()
+            self.model = peer.build_model()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            return setup.compute_loss(self.model, batch)
+            return peer.compute_loss(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             # In fp16 Lightning leaves unscaling to a fused optimizer; clipping before that would clip scaled gradients.
-            clips_scaled = setup.precision == "fp16" and setup.problem.clip_norm > 0
-            return setup.build_optimizer(self.model, may_fuse=not clips_scaled)
+            clips_scaled = peer.precision == "fp16" and peer.problem.clip_norm > 0
+            return peer.build_optimizer(self.model, may_fuse=not clips_scaled)
 
     class ClippingModule(PeerModule):
         """Clips in a hook, because under autocast the Trainer's own clipping refuses every fused optimizer."""
@@ -253,7 +266,7 @@ def _build_module(lightning: Any, setup: PeerSetup) -> Any:
             if gradient_clip_val:
                 clip_grad_norm_(self.model.parameters(), gradient_clip_val)
 
-    return ClippingModule() if setup.by_hand and setup.precision == "bf16" else PeerModule()
+    return ClippingModule() if peer.by_hand and peer.precision == "bf16" else PeerModule()
 
 
 def _build_counter(lightning: Any, after_step: AfterStep) -> Any:
@@ -270,42 +283,42 @@ def _build_counter(lightning: Any, after_step: AfterStep) -> Any:
 MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
+def train_accelerate(peer: PeerRunner, steps: int, after_step: AfterStep) -> float:
     """Train with `prepare`, `backward` and `clip_grad_norm_` of an Accelerator in the user's loop.
 
     Documented: its TorchDynamoPlugin compiles the model, and the loader copies as by default. Tuned: the prepared model
     is compiled together with the loss, and the loader's copies do not block.
     """
-    with _open_accelerator(setup) as accelerator:
-        model = setup.build_model()
-        model, optimizer, loader = accelerator.prepare(model, setup.build_optimizer(model), setup.build_loader(steps))
-        loss_of: LossOf = setup.compile_loss(model) if setup.by_hand else functools.partial(setup.compute_loss, model)
+    with _open_accelerator(peer) as accelerator:
+        model = peer.build_model()
+        model, optimizer, loader = accelerator.prepare(model, peer.build_optimizer(model), peer.build_loader(steps))
+        loss_of: LossOf = peer.compile_loss(model) if peer.by_hand else functools.partial(peer.compute_loss, model)
         loss = torch.tensor(float("nan"))
         for batch in loader:
             optimizer.zero_grad()
             loss = loss_of(batch)
             accelerator.backward(loss)
-            if setup.problem.clip_norm > 0:
-                accelerator.clip_grad_norm_(model.parameters(), setup.problem.clip_norm)
+            if peer.problem.clip_norm > 0:
+                accelerator.clip_grad_norm_(model.parameters(), peer.problem.clip_norm)
             optimizer.step()
             after_step()
         return float(loss)
 
 
 @contextlib.contextmanager
-def _open_accelerator(setup: PeerSetup) -> Iterator[Any]:
+def _open_accelerator(peer: PeerRunner) -> Iterator[Any]:
     """Open a fresh Accelerator; reset its process-wide state before and after."""
     accelerate = import_peer("accelerate")
     _reset(accelerate)
     try:
         accelerator = accelerate.Accelerator(
-            cpu=setup.problem.device.type == "cpu",
-            mixed_precision=MIXED_PRECISION[setup.precision],
-            dynamo_plugin=accelerate.utils.TorchDynamoPlugin(backend="no" if setup.by_hand else setup.compiler),
-            dataloader_config=accelerate.DataLoaderConfiguration(non_blocking=setup.by_hand),
+            cpu=peer.problem.device.type == "cpu",
+            mixed_precision=MIXED_PRECISION[peer.precision],
+            dynamo_plugin=accelerate.utils.TorchDynamoPlugin(backend="no" if peer.by_hand else peer.compiler),
+            dataloader_config=accelerate.DataLoaderConfiguration(non_blocking=peer.by_hand),
         )
         # Set it again, because the compiler plugin switches TF32 on in runs without mixed precision.
-        with set_float32_mode(setup.precision, by_hand=setup.by_hand):
+        with set_float32_mode(peer.precision, by_hand=peer.by_hand):
             yield accelerator
             accelerator.free_memory()
     finally:
@@ -325,32 +338,7 @@ NO_FP16_ON_CPU = ("lightning", "accelerate")
 """Lightning would train in bf16 instead and Accelerate in fp32, each with only a warning."""
 
 
-@dataclass(kw_only=True, slots=True)
-class PeerRunner:
-    """One peer in one variant, ready to train."""
-
-    name: str
-    variant: str
-    precision: str
-    setup: PeerSetup
-    loop: Loop
-
-    def train(self, steps: int, after_step: AfterStep) -> float:
-        """Train from the seeded start; errors, including those of compilation, are raised unchanged."""
-        by_hand, device = self.setup.by_hand, self.setup.problem.device
-        if self.precision == "fp16" and device.type == "cpu" and self.name in NO_FP16_ON_CPU:
-            raise HardwareError(f"{self.name} cannot train fp16 on the CPU", fix="--precisions fp32,bf16")
-        if self.variant == "graphs" and device.type != "cuda":
-            raise HardwareError(f"{self.name} graphs needs CUDA", fix=f"--against {self.name}")
-        with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
-            torch.backends.cudnn.benchmark = by_hand
-            if self.variant == "graphs":
-                make_graph_storage()
-            return self.loop(self.setup, steps, after_step)
-
-
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
-UNASKED: tuple[Variant, ...] = ("documented", "tuned")
+UNASKED = ("documented", "tuned")
 """Variants that a name without a colon selects."""
 
 
@@ -359,10 +347,10 @@ def parse_peer_name(peer: str) -> str:
     return peer.partition(":")[0]
 
 
-def list_variants(peer: str) -> tuple[Variant, ...]:
+def list_variants(peer: str) -> tuple[str, ...]:
     """Return the variants that a peer of `--against` selects."""
     asked = peer.partition(":")[2]
-    return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
+    return (asked,) if asked else UNASKED
 
 
 def require_peers(peers: Sequence[str]) -> None:
@@ -381,9 +369,9 @@ def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compi
         what = f"{problem.config.workload} trains in {problem.num_phases} phases"
         raise HardwareError(what, fix="leave --against out")
     return [
-        PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
+        PeerRunner(
+            name=parse_peer_name(peer), problem=problem, precision=precision, variant=variant, compiler=_compiler
+        )
         for peer in peers
-        for name in [parse_peer_name(peer)]
         for variant in list_variants(peer)
-        for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
     ]
