@@ -72,10 +72,10 @@ def check_configuration(target: str) -> ProofLine:
     run = Path(target) / "config.yaml"
     file = run if run.is_file() else Path(target)
     if not file.is_file():
-        return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's defaults are used")
+        return ProofLine(CONFIGURATION, None, "no config file: the workload's defaults are used")
     if OBSTACLE:
         text = f"not checked: {OBSTACLE} ({suggest_own_install('halfstep-check')})"
-        return ProofLine(name=CONFIGURATION, holds=None, text=text)
+        return ProofLine(CONFIGURATION, None, text)
     from halfstep_check.check import check
     from halfstep_check.rules import get_severity
 
@@ -83,5 +83,5 @@ def check_configuration(target: str) -> ProofLine:
     wrong = [str(error) for error in report.unreadable]
     wrong += [f"{one.place}: {one.message}" for one in report.findings if get_severity(one) != "info"]
     if wrong:
-        return ProofLine(name=CONFIGURATION, holds=False, text="; ".join(wrong))
-    return ProofLine(name=CONFIGURATION, holds=True, text=f"halfstep check finds nothing in {file}")
+        return ProofLine(CONFIGURATION, False, "; ".join(wrong))
+    return ProofLine(CONFIGURATION, True, f"halfstep check finds nothing in {file}")

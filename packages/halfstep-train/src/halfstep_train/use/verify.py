@@ -42,14 +42,14 @@ def verify(source: str, loaded: Loaded, *, trust: bool = False) -> list[ProofLin
             _prove_each_phase("NaN handling operational", engine, window, parts, check_nan_is_dropped),
             _prove_each_phase(CLIP, engine, window, parts, check_clipping)
             if parts.train.clip_norm
-            else ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured"),
+            else ProofLine(CLIP, None, "train.clip_norm is 0: clipping is off, as configured"),
             _check_rate(config, parts, engine, window, record),
             amp,
         ]
     if record is None:
         text = "nothing has run yet: give a run's folder"
         names = ("GPU use", "memory", "skipped steps", "capsules")
-        return [*lines, *(ProofLine(name=name, holds=None, text=text) for name in names)]
+        return [*lines, *(ProofLine(name, None, text) for name in names)]
     return [*lines, _check_gpu(record), _check_memory(record), _check_skipped(record), _check_capsules(record)]
 
 
@@ -61,7 +61,7 @@ def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: 
         holds, text = proof(own.guarded, drop_outputs(own.parts.eager), prepared)
         found.append((holds, f"{phase}: {text}" if phase else text))
     worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
-    return ProofLine(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
+    return ProofLine(name, (worst or found[0])[0], "; ".join(text for _, text in found))
 
 
 def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
@@ -70,7 +70,7 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
     if differing:
         text += f" ({differing[0].module}: {differing[0].what})"
-    return ProofLine(name="AMP/BF16 synchronised", holds=not differing, text=text)
+    return ProofLine("AMP/BF16 synchronised", not differing, text)
 
 
 def _check_rate(
@@ -86,9 +86,7 @@ def _check_rate(
     used.append((max(int(one["step"]) for one in trained), config))
     is_lowered = any(event.get("event") == "rollback" for event in record.select_kind("event"))
     if is_lowered or any(own.schedule.name == "plateau" for _, own in used):
-        return ProofLine(
-            name=RATE, holds=None, text="a plateau or a rollback lowered the rate by a factor that is not recorded"
-        )
+        return ProofLine(RATE, None, "a plateau or a rollback lowered the rate by a factor that is not recorded")
     # A resume may change the run's length and with it the schedule: compare each step with the schedule of its time.
     schedules = [(until, _make_schedule(parts, own)) for until, own in used]
     for one in trained:
@@ -97,11 +95,11 @@ def _check_rate(
         wanted = [scheduled(max(int(one["committed"]) - k, 0)) for k in (1, 0)]
         if not any(is_same_rate(float(one["lr"]), rate) for rate in wanted):
             text = f"step {one['step']} ran with {one['lr']:.4g}, and the schedule gives {wanted[0]:.4g}"
-            return ProofLine(name=RATE, holds=False, text=text)
+            return ProofLine(RATE, False, text)
     text = f"{format_count(len(trained), 'recorded rate')}, each as scheduled"
     changed_after = ", ".join(str(step) for step in sorted({one["until"] for one in before}))
     text += f"; the settings changed after step {changed_after}" if before else ""
-    return ProofLine(name=RATE, holds=True, text=text)
+    return ProofLine(RATE, True, text)
 
 
 def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]:
@@ -121,43 +119,41 @@ def _check_gpu(record: RunRecord) -> ProofLine:
     busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))
     if not busy:
-        return ProofLine(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
+        return ProofLine("GPU use", None, "no NVML record: not on an NVIDIA GPU, or too short")
     if elapsed_s < SHORTEST_S:
-        return ProofLine(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
+        return ProofLine("GPU use", None, f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
     waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
     utilization = sum(busy) / len(busy)
     line = format_gpu_use(utilization, waiting, elapsed_s, str(record.summary["steps_run"]))
     is_measurable = elapsed_s - waiting.start_s >= SHORTEST_S
-    return ProofLine(name="GPU use", holds=utilization >= BUSY if is_measurable else None, text=line)
+    return ProofLine("GPU use", utilization >= BUSY if is_measurable else None, line)
 
 
 def _check_memory(record: RunRecord) -> ProofLine:
     peak = record.summary.get("peak_memory_bytes")
     if not peak:
-        return ProofLine(
-            name="memory", holds=None, text="no peak was recorded: the run has not ended, or cannot measure it"
-        )
-    return ProofLine(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
+        return ProofLine("memory", None, "no peak was recorded: the run has not ended, or cannot measure it")
+    return ProofLine("memory", True, f"{format_bytes(int(peak))} at most")
 
 
 def _check_skipped(record: RunRecord) -> ProofLine:
     trained, events = record.select_kind("train"), record.select_kind("event")
     if not trained and not events:
-        return ProofLine(name="skipped steps", holds=None, text="no step was recorded")
+        return ProofLine("skipped steps", None, "no step was recorded")
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
     faults = [event for event in events if event.get("event") == "skipped"]
     overflows = sum(event.get("event") == "overflow" for event in events)  # overflows at a low scale have capsules
     text = f"{len(faults)} of {attempted} steps skipped"
     text += f", {format_count(overflows, 'fp16 overflow')}" if overflows else ""
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
-    return ProofLine(name="skipped steps", holds=not faults, text=text)
+    return ProofLine("skipped steps", not faults, text)
 
 
 def _check_capsules(record: RunRecord) -> ProofLine:
     if not record.capsules:
-        return ProofLine(name="capsules", holds=True, text="none: no fault was recorded")
+        return ProofLine("capsules", True, "none: no fault was recorded")
     names = ", ".join(str(one["name"]) for one in record.capsules)
-    return ProofLine(name="capsules", holds=False, text=f"{names}: run `halfstep replay {record.path}/capsules/STEP`")
+    return ProofLine("capsules", False, f"{names}: run `halfstep replay {record.path}/capsules/STEP`")
 
 
 # --- proofs: each runs steps on a copy and returns what it observed ---
@@ -169,7 +165,7 @@ ROUNDING = 1e-3
 """Relative: a norm over fp32 gradients summed in another order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ProofLine:
     """One line of a page of evidence; `holds` is None if it cannot be measured."""
 
