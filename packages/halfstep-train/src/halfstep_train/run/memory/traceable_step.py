@@ -54,7 +54,7 @@ from halfstep_train.run.memory.sharded import ShardUnit, list_units, name_parame
 from halfstep_train.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep_train.run.optimizer import Length, build_optimizer
 from halfstep_train.run.sharded_model import group_blocks
-from halfstep_train.tune.channels_last import convolves_images, match_layout
+from halfstep_train.tune.channels_last import match_layout, wants_channels_last
 from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.trials import load_first_batch
 from halfstep_train.workloads import KINDS
@@ -187,13 +187,14 @@ class TraceableStep:
             update={"default": precision, "simulate": False, "strict": False, "modules": parts}
         )
         decided = decide(wish, look_up_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
-        plan = dataclasses.replace(decided, device="cpu", simulated=False)
+        on_gpu = dataclasses.replace(decided, device="cuda", simulated=False)
+        plan = dataclasses.replace(on_gpu, device="cpu")
         plan.apply(model)
         apply_frozen_(plan, frozen)
-        layout, takes_it = self.config.train.channels_last, KINDS.of(self.config.workload).takes_channels_last
-        if layout is True or layout == "auto" and takes_it and precision != "fp32":
-            for module in self.workload.list_modules():
-                _lay_out_(module)
+        for module in self.workload.list_modules():
+            if wants_channels_last(self.config.train.channels_last, self.config.workload, on_gpu, module):
+                for kernel in (p for p in module.parameters() if p.ndim == 4):
+                    kernel.data = kernel.data.contiguous(memory_format=torch.channels_last)
         if not (self.config.train.activation_checkpointing and recompute == "none"):
             recompute_blocks_(model, recompute, self.blocks)
         return plan
@@ -311,20 +312,8 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
 def _make_batch(batch: Batch, num_samples: int) -> Batch:
     """Return an empty batch of the same shapes with `num_samples` samples."""
     seen = count_samples(batch)
-    return {
-        name: torch.empty((num_samples, *value.shape[1:]), dtype=value.dtype)
-        if value.ndim and len(value) == seen
-        else torch.empty(value.shape, dtype=value.dtype)
-        for name, value in batch.items()
-    }
-
-
-def _lay_out_(module: nn.Module) -> None:
-    if not convolves_images(module):
-        return
-    for parameter in module.parameters():
-        if parameter.ndim == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    sizes = {name: (num_samples,) if v.ndim and len(v) == seen else v.shape[:1] for name, v in batch.items()}
+    return {name: torch.empty((*sizes[name], *v.shape[1:]), dtype=v.dtype) for name, v in batch.items()}
 
 
 def _sum_bytes(tensors: Iterable[Tensor]) -> int:
