@@ -31,7 +31,7 @@ from halfstep.step.phases import PhasedStep
 from halfstep.step.step import GuardedStep
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import allow_chains
-from halfstep_train.run.assemble import AssembledPhase, Assembly
+from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, count_parts, describe_halving, split_window
 from halfstep_train.tune.channels_last import match_layout
 from halfstep_train.tune.compiling import CompiledShapes, CompilerWarnings, explain_compile_error, get_batch_shape
@@ -132,8 +132,10 @@ class Engine:
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
+                # cuDNN's trials for full batches only: for an epoch's last batch they cost more than they gain.
+                tries_cudnn = self.parts.plan.cudnn_benchmark and not self.parts.train.deterministic
                 with (
-                    allow_cudnn_trials(self._allows_cudnn_trials(pieces)),
+                    allow_cudnn_trials(tries_cudnn and all(map(self._is_full, pieces))),
                     self._compiler_warnings.shorten_warnings(),
                     self.observe() if self.mode == "eager" else nullcontext(),
                 ):
@@ -150,7 +152,11 @@ class Engine:
             else:
                 self.shapes.ready |= compiled
                 self.guarded.commit(facts)
-                self._note_uncompiled()
+                ranks = self.guarded.ranks
+                if ranks is not None and ranks.uncompiled is not None:
+                    # This rank had to run its forward pass eagerly within the step.
+                    self._run_eager(ranks.uncompiled)
+                    ranks.uncompiled = None  # its frames hold the batch
                 return facts, outputs, pieces
 
     def _split(self, prepared: list[Batch]) -> list[Batch]:
@@ -240,11 +246,6 @@ class Engine:
         """True for a full micro-batch: only these are worth compiling for."""
         return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
-    def _allows_cudnn_trials(self, pieces: list[Batch]) -> bool:
-        """Allow cuDNN's trials for full batches only: for the last batch of an epoch they cost more than they gain."""
-        is_wanted = self.parts.plan.cudnn_benchmark and not self.parts.train.deterministic
-        return is_wanted and all(map(self._is_full, pieces))
-
     # --- capturing ---
 
     def _find_captured(self, window: list[Batch]) -> CapturedWindow | None:
@@ -307,13 +308,6 @@ class Engine:
                 fix="train.fast=off",
             ) from error
         self._run_eager(error)
-
-    def _note_uncompiled(self) -> None:
-        """Fall back to eager if this rank had to run its forward pass eagerly within the step."""
-        ranks = self.guarded.ranks
-        if ranks is not None and ranks.uncompiled is not None:
-            self._run_eager(ranks.uncompiled)
-            ranks.uncompiled = None  # its frames hold the batch
 
     def _run_eager(self, error: Exception) -> None:
         self.mode = "eager"
@@ -397,17 +391,14 @@ class PhasedEngine:
         self.parts, self.asked, self.notice = parts, mode, notice
         self.graphs = Graphs()
         self.counts = any(phase.is_counted for phase in parts.phases)
-        self.engines = {
-            own.phase.name: self._make_phase_engine(own, count if own.is_counted else (lambda outputs, batch: None),
-                                            before_compiling)
-            for own in parts.phases
-        }  # fmt: skip
+        self.engines: dict[str, Engine] = {}
+        for own in parts.phases:
+            name, counted = own.phase.name, count if own.is_counted else (lambda outputs, batch: None)
+            alone = dataclasses.replace(parts, step=own.step, region=own.region, eager=own.eager, phases=())
+            own_mode: Mode = mode if own.phase.compiles else "eager"
+            say = self._make_notice(name)
+            self.engines[name] = Engine(alone, own_mode, say, counted, before_compiling, self.graphs)
         self._has_announced = False
-
-    def _make_phase_engine(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
-        parts = dataclasses.replace(self.parts, step=own.step, region=own.region, eager=own.eager, phases=())
-        mode: Mode = self.asked if own.phase.compiles else "eager"
-        return Engine(parts, mode, self._make_notice(own.phase.name), count, before_compiling, self.graphs)
 
     def _make_notice(self, name: str) -> Notice:
         def say(text: str, level: Level) -> None:
