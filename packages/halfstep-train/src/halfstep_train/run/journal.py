@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.errors import HalfstepError, format_bytes, format_count, format_duration
+from halfstep.errors import format_bytes, format_count, format_duration
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.memory import get_peak_memory_bytes
@@ -126,11 +126,6 @@ class Journal:
         """Return the seconds of the whole run, including those before it was resumed."""
         return self._before_s + self._clock.elapsed_s
 
-    @property
-    def failure(self) -> HalfstepError | None:
-        """Return the error of a callback, for which the run has to stop."""
-        return self.report.failure
-
     # --- one step ---
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
@@ -172,15 +167,11 @@ class Journal:
         self.pace.count_step(counts=not self._is_compiling)
         if self._bar is not None:
             self._advance(self._bar)
-        self._announce_duration()
-
-    def _announce_duration(self) -> None:
-        """Print once how long the run takes, which a log file would not show before its first epoch ends."""
-        if self._is_announced or self.pace.trained_s < ANNOUNCE_AFTER_S:
-            return
-        self._is_announced = True
-        if (self.pace.estimate_left_s(self.attempted) or 0.0) > ANNOUNCED_FROM_S:
-            self.report.notice(self.describe_progress())
+        if not self._is_announced and self.pace.trained_s >= ANNOUNCE_AFTER_S:
+            # Once: a log file would not show how long the run takes before its first epoch ends.
+            self._is_announced = True
+            if (self.pace.estimate_left_s(attempted) or 0.0) > ANNOUNCED_FROM_S:
+                self.report.notice(self.describe_progress())
 
     def describe_left(self) -> str:
         """Return `about 1 h 10 min left`; empty while unknown, and at the end."""

@@ -58,14 +58,9 @@ class Loop:
             journal.exclude_compiling,
         )  # fmt: skip
         journal.train_metric = self._compute_metrics
-        self.ledger: RunLedger | None = None
-        if parts.log.ledger:
-            file = checkpoints.folder.parent / "report" / "ledger.json"
-            self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
-        self.watch: RunWatch | None = None
-        if parts.log.watch:
-            file = checkpoints.folder.parent / "report" / "watch.json"
-            self.watch = RunWatch(parts, self.engine, file, journal, writes=checkpoints.writes)
+        report, writes = checkpoints.folder.parent / "report", checkpoints.writes
+        self.ledger = RunLedger(parts, report, journal.notice, writes=writes) if parts.log.ledger else None
+        self.watch = RunWatch(parts, self.engine, report, journal, writes=writes) if parts.log.watch else None
         self.held = HeldWindows(parts) if parts.holds else None
         if self.held is not None:
             parts.guard.make_again = self._run_again
@@ -146,7 +141,7 @@ class Loop:
     @property
     def _wants_to_stop(self) -> bool:
         """True if this rank has received a signal, or a callback has failed."""
-        return bool(self.interrupts) or self.journal.failure is not None
+        return bool(self.interrupts) or self.journal.report.failure is not None
 
     def _show_rank_warnings(self) -> None:
         """Show the warnings of other ranks."""
@@ -424,7 +419,7 @@ class Loop:
 
     def _stop_for_callback(self) -> None:
         """Raise if a callback has failed, on every rank with the message of rank 0, which calls them."""
-        failure, world = self.journal.failure, self.parts.world
+        failure, world = self.journal.report.failure, self.parts.world
         what = failure.what if failure is not None else ""
         if world is not None:
             what = world.broadcast_from_first(lambda: what)
@@ -446,9 +441,8 @@ class Loop:
             "validated_at": self.validated_at,
             "sampled_at": self.sampled_at,
             "train_metrics": self._sum_metrics(),
-            "watch": self.watch.state_dict()
-            if self.watch is not None
-            else {},  # before the journal: it may add records
+            # Before the journal: it may add records.
+            "watch": self.watch.state_dict() if self.watch is not None else {},
             "journal": self.journal.state_dict(),
             "waiting": asdict(self.waiting),
             "is_best": is_best,

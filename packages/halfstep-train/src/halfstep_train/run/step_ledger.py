@@ -141,8 +141,8 @@ def to_document(ledgers: list[Ledger]) -> dict[str, Any]:
 class RunLedger:
     """Observe the steps of a run when they are due, and write report/ledger.json."""
 
-    def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
-        self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
+    def __init__(self, parts: Assembly, report: Path, notice: Notice, *, writes: bool) -> None:
+        self.parts, self.file, self.notice, self.writes = parts, report / "ledger.json", notice, writes
         """All ranks run the extra step, because it is collective; rank 0 writes."""
         self.every = 0 if parts.log.ledger is True else parts.log.ledger
         self.seen: dict[str, Ledger] = {}
@@ -151,13 +151,10 @@ class RunLedger:
 
     def wrap_engine(self, engine: AnyEngine) -> AbstractContextManager[object]:
         """Return the context of a step: it records a replay that is due to be observed."""
-        self._replay = None
         # Profile only the replay that will be observed: the profiler is slow.
         is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
-        if not is_due:
-            return nullcontext()
-        self._replay = Recording(self.parts.device)
-        return self._replay
+        self._replay = Recording(self.parts.device) if is_due else None
+        return self._replay or nullcontext()
 
     def look(self, engine: AnyEngine, window: list[Batch]) -> None:
         """Observe the step of this window; a failure is a warning, and the run continues."""
@@ -166,8 +163,7 @@ class RunLedger:
             return
         self._modes.add(mode)
         try:
-            found = observe_ledgers(self.parts, engine, window, self._replay.events() if self._replay else ())
-            self._keep(found)
+            self._keep(observe_ledgers(self.parts, engine, window, self._replay.events() if self._replay else ()))
         except Exception as error:  # all effects are undone, so the run can continue without this observation
             self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
 

@@ -34,9 +34,9 @@ class RunWatch:
     """Watch the step of a run, or of each of its phases."""
 
     def __init__(
-        self, parts: Assembly, engine: Engine | PhasedEngine, file: Path, journal: Journal, *, writes: bool
+        self, parts: Assembly, engine: Engine | PhasedEngine, report: Path, journal: Journal, *, writes: bool
     ) -> None:
-        self.parts, self.file, self.journal, self.writes = parts, file, journal, writes
+        self.parts, self.file, self.journal, self.writes = parts, report / "watch.json", journal, writes
         self.watches: dict[str, Watch] = {}
         for phase, own in list_engines(engine):
             watch = Watch(
