@@ -107,7 +107,11 @@ def build_optimizer(
         # A group without trained parameters would make an empty parameter group.
         if groups and not names:
             continue
-        own = _apply_group(settings, group)
+        own = settings
+        if group is not None:
+            # Without the group's learning rate, which its parameter groups get below.
+            decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+            own = override_sections(settings, f"the group of {', '.join(group.modules)}", decay, group.schedule)
         made = make_parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
@@ -140,14 +144,6 @@ def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
         # Suggest modules only; a list of all parameters would be too long.
         known = [name for name, _ in model.named_modules() if name]
         raise ConfigError(f"{who} {part!r}, which is not a module of the model", fix=suggest_nearest(part, known))
-
-
-def _apply_group(settings: StepSettings, group: Group | None) -> StepSettings:
-    """Return the run's settings with a group's overrides, except the learning rate, which the group itself holds."""
-    if group is None:
-        return settings
-    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-    return override_sections(settings, f"the group of {', '.join(group.modules)}", decay, group.schedule)
 
 
 def override_sections(

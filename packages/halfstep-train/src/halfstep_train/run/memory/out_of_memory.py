@@ -19,13 +19,11 @@ def split_window(window: list[dict[str, Tensor]], pieces: int) -> list[dict[str,
     """Cut every batch into `pieces` micro-batches; the step weighs them by their samples, so the loss is the same."""
     if pieces == 1:
         return window
-    return [part for batch in window for part in _split(batch, pieces)]
-
-
-def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
-    chunks = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
-    num = len(next(iter(chunks.values())))
-    return [type(batch)({name: parts[k] for name, parts in chunks.items()}) for k in range(num)]
+    found: list[dict[str, Tensor]] = []
+    for batch in window:
+        chunks = zip(*(tensor.chunk(pieces) for tensor in batch.values()), strict=True)
+        found += [type(batch)(zip(batch, parts, strict=True)) for parts in chunks]
+    return found
 
 
 def count_parts(rows: int, pieces: int) -> int:
