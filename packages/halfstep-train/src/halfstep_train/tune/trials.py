@@ -7,11 +7,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
 
 from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
@@ -24,6 +23,12 @@ from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep_train.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep_train.workloads.base.workload import Workload
+
+if TYPE_CHECKING:
+    from halfstep_train.run.assemble import Assembly
+    from halfstep_train.run.engine import Engine, PhasedEngine
+
+    MakeEngine = Callable[[Assembly, Mode, Notice], Engine | PhasedEngine]
 
 TIMED_STEPS = 5  # least steps of a round; fewer if the time for trials is short
 LASTING_ROUNDS = 6
@@ -50,37 +55,6 @@ def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_
     while not time.is_over and (len(rounds) < min(ROUNDS, affordable / num_steps) or time.clock() < until):
         rounds.append(a_round(num_steps))
     return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
-
-
-class Steps(Protocol):
-    """The interface of an engine that runs the steps of a trial."""
-
-    @property
-    def mode(self) -> Mode: ...
-
-    def __call__(self, window: list[Batch]) -> object: ...
-    def forget_graphs(self) -> None: ...
-
-
-class Rehearsed(Protocol):
-    """The parts of an assembled copy of a run that a trial uses."""
-
-    name: str
-    train: TrainConfig
-    plan: Plan
-    model: nn.Module
-    device: torch.device
-
-    @property
-    def step(self) -> Capturable: ...
-
-
-class Capturable(Protocol):
-    """The step of a run; `why_never_captured` is empty if it can become a CUDA graph."""
-
-    accumulate: int
-
-    def why_never_captured(self) -> str: ...
 
 
 class Rehearsal(Protocol):
@@ -113,7 +87,7 @@ def _measure_in(mode: Mode, plan: Plan, rehearsal: Rehearsal, changes: Mapping[s
 class Trial:
     """Steps on a copy of the model, always with the same batch; each measurement runs in a fresh thread."""
 
-    def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
+    def __init__(self, parts: Assembly, engine: MakeEngine, batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.step.accumulate
 
@@ -147,7 +121,7 @@ class Trial:
             engine.forget_graphs()
         return found
 
-    def _warm_up(self, engine: Steps, time: TrialTime) -> int:
+    def _warm_up(self, engine: Engine | PhasedEngine, time: TrialTime) -> int:
         """Run enough steps for compilation, first commits and capture; return the peak of the last two, with the
         graph."""
         device = self.parts.device
@@ -166,17 +140,16 @@ class Trial:
             engine(self.window)
         return get_peak_memory_bytes(device) or 0
 
-    def _time_steps(self, engine: Steps, time: TrialTime) -> float:
-        lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
-        self._finish()
-        return time_lasting_step(lambda num_steps: self._time_round(engine, time, num_steps), time, lasting_s)
+    def _time_steps(self, engine: Engine | PhasedEngine, time: TrialTime) -> float:
+        def time_round(num_steps: int) -> float:
+            start = time.clock()
+            for _ in range(num_steps):
+                engine(self.window)
+            self._finish()
+            return (time.clock() - start) / num_steps
 
-    def _time_round(self, engine: Steps, time: TrialTime, num_steps: int) -> float:
-        start = time.clock()
-        for _ in range(num_steps):
-            engine(self.window)
         self._finish()
-        return (time.clock() - start) / num_steps
+        return time_lasting_step(time_round, time, LASTING_S if self.parts.device.type == "cuda" else 0.0)
 
     def _finish(self) -> None:
         if self.parts.device.type == "cuda":
@@ -185,11 +158,8 @@ class Trial:
 
 def load_first_batch(train: TrainConfig, workload: Workload) -> Batch:
     """Load the first training batch, on the host."""
-    loader = Loader(workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
-    try:
+    with closing(Loader(workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)) as loader:
         return next(loader.iterate_epoch(0))
-    finally:
-        loader.close()
 
 
 # --- the time limit of trials: at most a minute, and at most a twentieth of the expected run ---
