@@ -87,9 +87,8 @@ class ModeSearch:
         factor = [f"{eager.ms / best.ms:.2f}x eager"] if eager and best and best is not eager else []
         costs = ", ".join(f"{label} {cost.ms:.1f} ms" for label, cost in self.costs.items())
         reason = "; ".join([costs or "nothing could be measured", *factor, *self._list_remarks()])
-        gains = tuple(_add_outcome(gain, self.fields) for gain in self.gains)
         return FoundMode(
-            fields={**self.fields, "mode_reason": reason, "gains": gains},
+            fields={**self.fields, "mode_reason": reason, "gains": tuple(self.gains)},
             eager_ms=eager.ms if eager else None,
             ms=best.ms if best else 0.0,
             run_s=self.time.run_s or 0.0,
@@ -119,7 +118,7 @@ class ModeSearch:
             return None
         self.fields["channels_last"] = _is_channels_last_faster(tried, usual)
         if len(tried) == 2:
-            self._note("channels_last", tried[False], tried[True])
+            self._note("channels_last", tried[False], tried[True], is_taken=self.fields["channels_last"])
         return tried[self.fields["channels_last"]]
 
     def _try_compiled(self, trial: Trial, eager: Cost | None) -> Cost | None:
@@ -131,15 +130,14 @@ class ModeSearch:
         compiled = (
             self._measure_trial(trial, "compile") if self.compiles and self._may_try("compile", start_s) else None
         )
-        if eager and compiled:
-            self._note("compile", eager, compiled)
-        simpler = compiled or eager
-        if captured and simpler:
-            self._note("graph", simpler, captured)
         if not self.costs:
             return None
-        self.fields["mode"] = find_fastest_mode(self.costs)
-        return {"eager": eager, "compile": compiled, "graph": captured}[self.fields["mode"]]
+        mode = self.fields["mode"] = find_fastest_mode(self.costs)
+        if eager and compiled:
+            self._note("compile", eager, compiled, is_taken=mode != "eager")
+        if captured and (simpler := compiled or eager):
+            self._note("graph", simpler, captured, is_taken=mode == "graph")
+        return {"eager": eager, "compile": compiled, "graph": captured}[mode]
 
     def _try_cudnn_trials(self, trial: Trial, best: Cost | None) -> Cost | None:
         if best is None or not self.plan.on_cuda or not has_convolutions(self.workload.model):
@@ -186,17 +184,17 @@ class ModeSearch:
         self.costs[label or mode] = cost
         return cost
 
-    def _note(self, part: str, before: Cost, after: Cost) -> None:
-        self.gains.append(Gain(part=part, before_ms=before.ms, after_ms=after.ms, is_taken=False))
+    def _note(self, part: str, before: Cost, after: Cost, *, is_taken: bool) -> None:
+        self.gains.append(Gain(part=part, before_ms=before.ms, after_ms=after.ms, is_taken=is_taken))
 
     def _keep_faster(
         self, best: Cost, cost: Cost | None, part: str, field: str, worth: float = WORTH, start_s: float = 0.0
     ) -> Cost:
         if cost is None:
             return best
-        self._note(part, best, cost)
         saved_s = (best.ms - cost.ms) / 1e3 * self.time.num_steps
         self.fields[field] = cost.ms * worth <= best.ms and saved_s > start_s
+        self._note(part, best, cost, is_taken=self.fields[field])
         return cost if self.fields[field] else best
 
     def _list_remarks(self) -> list[str]:
@@ -209,18 +207,6 @@ class ModeSearch:
         if self.out_of_time:
             found.append(f"not tried, out of trial time: {', '.join(self.out_of_time)}")
         return [*found, f"{self.time.spent_s:.0f} s of trials and {self.time.starts_s:.0f} s of first steps"]
-
-
-def _add_outcome(gain: Gain, fields: dict[str, Any]) -> Gain:
-    """Add to a gain whether its part is used, which is known only at the end."""
-    taken = {
-        "channels_last": fields["channels_last"],
-        "compile": fields["mode"] != "eager",
-        "graph": fields["mode"] == "graph",
-        "cudnn.benchmark": fields["cudnn_benchmark"],
-        "kernel tuning": fields["tunes_kernels"],
-    }
-    return dataclasses.replace(gain, is_taken=taken[gain.part])
 
 
 def _is_channels_last_faster(tried: dict[bool, Cost], usual: bool) -> bool:
