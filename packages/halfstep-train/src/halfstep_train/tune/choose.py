@@ -35,7 +35,7 @@ from halfstep_train.tune.memory_low import (
     list_levers,
     sort_by_peak,
 )
-from halfstep_train.tune.mode_search import CachedMode, FoundMode, ModeSearch
+from halfstep_train.tune.mode_search import CachedMode, ModeSearch
 from halfstep_train.tune.modes import NEEDS_CUDA, Mode
 from halfstep_train.tune.recompute_check import Recomputable, find_recomputable
 from halfstep_train.tune.trials import (
@@ -114,37 +114,29 @@ class Tuning:
                 self.say(NEEDS_CUDA.format(plan.device))
             return dataclasses.replace(plan, mode=mode, mode_reason=reason)
         kept = CachedMode(plan, self.rehearsal).choose_for_run(self.num_steps)
-        fields = kept or self._search_now(plan)
+        fields = kept or self._search(plan)
         self.say(f"steps run {fields['mode']}: {fields['mode_reason']}")
         for gain in fields.get("gains", ()):
             self.say(f"  {gain}")
         return dataclasses.replace(plan, **fields)
 
-    def _search_now(self, plan: Plan) -> dict[str, Any]:
-        try:
-            found = self._search(plan)
-        except CannotRun as error:
-            return {"mode": "eager", "mode_reason": str(error)}
-        if found is None:
+    def _search(self, plan: Plan) -> dict[str, Any]:
+        """Search for the fastest mode, and keep it for other runs if it also holds for them."""
+        if self.num_steps < FEWEST_STEPS:
             reason = f"a run of {format_count(self.num_steps, 'step')} is too short for trials"
             return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles anyway)"}
-        problem = CachedMode(plan, self.rehearsal).write(found) if found.is_final else ""
-        if problem:
-            self.say(problem)
-        return found.fields
-
-    def _search(self, plan: Plan) -> FoundMode | None:
-        """Search for the fastest mode; None for a run that is too short for trials."""
-        if self.num_steps < FEWEST_STEPS:
-            return None
         self.say("measuring how fast steps run ...")
         others = self.driver.describe_other_use(plan.device)
-        found = ModeSearch(plan, TrialTime(self.num_steps, most_s=MOST_S), self.rehearsal).search()
-        others = others or self.driver.describe_other_use(plan.device)
-        if not others:
-            return found
-        reason = f"{found.fields['mode_reason']}; the GPU was in use by others ({others}): not kept for other runs"
-        return dataclasses.replace(found, fields={**found.fields, "mode_reason": reason}, is_final=False)
+        try:
+            found = ModeSearch(plan, TrialTime(self.num_steps, most_s=MOST_S), self.rehearsal).search()
+        except CannotRun as error:
+            return {"mode": "eager", "mode_reason": str(error)}
+        if others := others or self.driver.describe_other_use(plan.device):
+            reason = f"{found.fields['mode_reason']}; the GPU was in use by others ({others}): not kept for other runs"
+            return {**found.fields, "mode_reason": reason}
+        if found.is_final and (problem := CachedMode(plan, self.rehearsal).write(found)):
+            self.say(problem)
+        return found.fields
 
     # --- fp8 ---
 

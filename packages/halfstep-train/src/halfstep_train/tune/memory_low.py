@@ -124,13 +124,20 @@ def choose_memory(
     trials: Trials = {NORMAL: _try_setting(measure, NORMAL)}
     is_cut_short = False
     for lever in levers:
-        num_tried = _try_lever(measure, lever, trials, time_limit, may_go_on)
-        left = lever[num_tried:]
-        if left and may_go_on():
-            last = lever[num_tried - 1]
-            end = "is too slow" if _is_too_slow(last, trials, time_limit) else "saves nothing"
-            notes = (*notes, f"{', '.join(map(str, left))}: {last} {end} already")
-        is_cut_short |= bool(left) and not may_go_on()
+        num_idle = 0
+        for number, setting in enumerate(lever, 1):
+            if not may_go_on():
+                is_cut_short = True
+                break
+            trials[setting] = _try_setting(measure, setting)
+            is_slow = _is_too_slow(setting, trials, time_limit)
+            num_idle = num_idle + 1 if _saves_nothing(setting, trials) else 0
+            # Each further setting takes longer. After two in a row that save nothing, the lever does not affect this
+            # model.
+            if (left := lever[number:]) and (is_slow or num_idle == 2):
+                end = "is too slow" if is_slow else "saves nothing"
+                notes = (*notes, f"{', '.join(map(str, left))}: {setting} {end} already")
+                break
     together = _combine_levers(trials, time_limit)
     if together is not None and may_go_on():
         trials[together] = _try_setting(measure, together)
@@ -163,26 +170,6 @@ def _try_setting(measure: Measure, setting: MemorySetting) -> Cost | str:
         return "ran out of memory"
     except CannotRun as error:
         return str(error)
-
-
-def _try_lever(
-    measure: Measure,
-    lever: Sequence[MemorySetting],
-    trials: Trials,
-    time_limit: float,
-    may_go_on: Callable[[], bool],
-) -> int:
-    """Try one lever's settings in order, each of which saves more and takes longer, and return how many. Stop after the
-    first that is too slow, or after two in a row that save nothing: the lever does not affect this model."""
-    num_idle = 0
-    for number, setting in enumerate(lever):
-        if not may_go_on():
-            return number
-        trials[setting] = _try_setting(measure, setting)
-        num_idle = num_idle + 1 if _saves_nothing(setting, trials) else 0
-        if _is_too_slow(setting, trials, time_limit) or num_idle == 2:
-            return number + 1
-    return len(lever)
 
 
 def _is_too_slow(setting: MemorySetting, trials: Trials, time_limit: float) -> bool:
