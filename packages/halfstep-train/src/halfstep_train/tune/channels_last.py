@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -65,7 +64,13 @@ def to_channels_last_(model: nn.Module) -> nn.Module:
 
 def match_layout(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert the batch's images to the layout of the model's convolutions."""
-    _require_tensors(batch)
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the workload's prepare() returned {name!r} as {type(value).__name__}, {value!r:.60}",
+                why="a batch is a dict of tensors: batches are moved, split and captured as tensors",
+                fix="make it a tensor on the batch's device, or leave it out of the batch",
+            )
     images = torch.channels_last if is_channels_last(model) else None
     return {
         name: value.contiguous(memory_format=images) if images and value.ndim == 4 else _make_dense(value)
@@ -79,16 +84,6 @@ def _make_dense(value: Tensor) -> Tensor:
     if value.is_contiguous() or torch.empty_like(value, device="meta").stride() == value.stride():
         return value
     return value.contiguous()
-
-
-def _require_tensors(batch: Mapping[str, object]) -> None:
-    for name, value in batch.items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"the workload's prepare() returned {name!r} as {type(value).__name__}, {value!r:.60}",
-                why="a batch is a dict of tensors: batches are moved, split and captured as tensors",
-                fix="make it a tensor on the batch's device, or leave it out of the batch",
-            )
 
 
 def is_channels_last(model: nn.Module) -> bool:

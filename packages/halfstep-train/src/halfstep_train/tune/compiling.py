@@ -134,20 +134,15 @@ class CompilerWarnings:
 
     def _filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        kind, line = _shorten_warning(text)
-        if kind is None:
+        if found := TOO_OFTEN.match(text):
+            reason = " ".join(found["reason"].split())[:MOST_QUOTED]
+            line = f"a function of the model was recompiled too often and now runs uncompiled: {reason}"
+        elif found := BREAK.match(text):
+            place = f"{found['file']}:{found['line']}: {found['code'].strip()}"[:MOST_QUOTED]
+            line = f"compiled with graph breaks, which is slower: {found['what']} waits for the device at {place}"
+        else:
             return True
-        if kind not in self._said:
-            self._said.add(kind)
+        if found.re not in self._said:
+            self._said.add(found.re)
             self._say(line)
         return bool(read_variable("TORCH_LOGS"))
-
-
-def _shorten_warning(text: str) -> tuple[re.Pattern[str] | None, str]:
-    if found := TOO_OFTEN.match(text):
-        reason = " ".join(found["reason"].split())[:MOST_QUOTED]
-        return TOO_OFTEN, f"a function of the model was recompiled too often and now runs uncompiled: {reason}"
-    if found := BREAK.match(text):
-        place = f"{found['file']}:{found['line']}: {found['code'].strip()}"[:MOST_QUOTED]
-        return BREAK, f"compiled with graph breaks, which is slower: {found['what']} waits for the device at {place}"
-    return None, ""
