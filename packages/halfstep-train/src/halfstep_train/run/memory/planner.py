@@ -27,7 +27,7 @@ from halfstep.recompute import Recompute
 from halfstep_train.config.schema import ADAM_LIKE, RunConfig, TrainConfig
 from halfstep_train.kernels.fast_forms import has_triton
 from halfstep_train.run.memory.compiled import PRODUCTS, derive_compiled_timeline
-from halfstep_train.run.memory.sharded import ShardUnit, UnitBytes, replicate_timeline, shard_timeline
+from halfstep_train.run.memory.sharded import ShardUnit, replicate_timeline, shard_timeline
 from halfstep_train.run.memory.step_trace import StepTrace, Timeline, derive_eager_timeline, interpolate_peak
 from halfstep_train.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep_train.tune.memory_low import NORMAL, MemorySetting
@@ -191,12 +191,12 @@ class MemoryPlanner:
             return [timeline for _, timeline in self._timelines[key]]
         if cell.layout == "ddp":
             return [replicate_timeline(timeline) for _, timeline in self._timelines[key]]
-        units = [UnitBytes.of(unit, cell.ranks, gathers_half=cell.gathers_half) for unit in self.step.units]
         return [
             shard_timeline(
                 timeline,
                 trace,
-                units,
+                self.step.units,
+                cell.ranks,
                 gathers_half=cell.gathers_half,
                 accumulates=cell.accumulate > 1,
                 reduces_last=cell.reduces_last,

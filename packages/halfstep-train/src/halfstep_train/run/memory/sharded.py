@@ -66,26 +66,6 @@ def list_units(modules: Sequence[nn.Module], groups: Sequence[Sequence[Sequence[
     return [unit for unit in found if unit.parameters]
 
 
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """Bytes of one unit on one rank."""
-
-    gathered: int
-    buffer: int  # 0 on a single rank, which copies its shard
-    reduced: int  # the buffer of all ranks' gradients
-    shard: int  # of the gradients
-    is_root: bool
-    names: frozenset[str]
-
-    @classmethod
-    def of(cls, unit: ShardUnit, num_ranks: int, *, gathers_half: bool) -> UnitBytes:
-        # The rest (embeddings, heads, last norm) is gathered in fp32 in any case.
-        gathered = num_ranks * unit.count_shard_bytes(num_ranks, itemsize=2 if gathers_half and not unit.is_root else 0)
-        shard = unit.count_shard_bytes(num_ranks, trained=True)
-        buffer = gathered if num_ranks > 1 else 0
-        return cls(gathered, buffer, num_ranks * shard, shard, unit.is_root, frozenset(unit.parameters))
-
-
 def replicate_timeline(timeline: Timeline) -> Timeline:
     """Return a rank's timeline in DDP; the peak is found with `accumulates`, because buckets hold all gradients."""
     new = (
@@ -99,7 +79,8 @@ def replicate_timeline(timeline: Timeline) -> Timeline:
 def shard_timeline(
     timeline: Timeline,
     trace: StepTrace,
-    units: Sequence[UnitBytes],
+    units: Sequence[ShardUnit],
+    num_ranks: int,
     *,
     gathers_half: bool,
     accumulates: bool,
@@ -120,9 +101,10 @@ def shard_timeline(
         if life.kind != "gradients" and not (gathers_half and life.kind == "half copies")
     ]
     end = 2 * timeline.num_ops - 1
-    lives += _gather_and_reduce(trace, units, end, gathers_half=gathers_half, reduces_last=reduces_last)
+    lives += _gather_and_reduce(trace, units, num_ranks, end, gathers_half=gathers_half, reduces_last=reduces_last)
     if accumulates and not reduces_last:
-        lives.append(Life(sum(unit.shard for unit in units), 0, end, "gradients"))
+        shards = sum(unit.count_shard_bytes(num_ranks, trained=True) for unit in units)
+        lives.append(Life(shards, 0, end, "gradients"))
     workspaces = [size for workspace in timeline.workspaces for size in (workspace, 0)]
     rounded = (
         dataclasses.replace(life, num_bytes=-(-life.num_bytes // BLOCK_BYTES) * BLOCK_BYTES, last=min(life.last, end))
@@ -142,26 +124,31 @@ def _cast_again(timeline: Timeline, trace: StepTrace) -> Iterator[Life]:
 
 
 def _gather_and_reduce(
-    trace: StepTrace, units: Sequence[UnitBytes], end: int, *, gathers_half: bool, reduces_last: bool
+    trace: StepTrace, units: Sequence[ShardUnit], num_ranks: int, end: int, *, gathers_half: bool, reduces_last: bool
 ) -> Iterator[Life]:
-    owners = {name: number for number, unit in enumerate(units) for name in unit.names}
+    # The rest (embeddings, heads, last norm) is gathered in fp32 in any case.
+    sizes = [2 if gathers_half and not unit.is_root else 0 for unit in units]
+    gathered = [num_ranks * u.count_shard_bytes(num_ranks, itemsize=size) for u, size in zip(units, sizes, strict=True)]
+    buffers = gathered if num_ranks > 1 else [0] * len(units)  # a single rank copies its shard
+    shards = [unit.count_shard_bytes(num_ranks, trained=True) for unit in units]
+    owners = {name: number for number, unit in enumerate(units) for name in unit.parameters}
     owned = {value: owners[name] for value, name in trace.names.items() if name in owners}
     forward, backward = (_find_uses(trace, owned, in_backward=is_back) for is_back in (False, True))
     order = sorted(forward, key=lambda unit: forward[unit][0])
     for unit, following in zip(order, [*order[1:], None], strict=True):
-        (first, last), own = forward[unit], units[unit]
+        first, last = forward[unit]
         begin = max(2 * first - 1, 0)
-        stays = own.is_root and unit in backward
-        yield Life(own.gathered, begin, 2 * backward[unit][1] if stays else 2 * last, "gathered")
+        stays = units[unit].is_root and unit in backward
+        yield Life(gathered[unit], begin, 2 * backward[unit][1] if stays else 2 * last, "gathered")
         next_begin = 2 * last if following is None else max(2 * forward[following][0] - 2, begin)
-        yield Life(own.buffer, begin, next_begin, "gathered")
+        yield Life(buffers[unit], begin, next_begin, "gathered")
     order = sorted(backward, key=lambda unit: backward[unit][0])
     regathered = [unit for unit in order if not units[unit].is_root and unit in forward]
     for before, unit in zip([None, *regathered], regathered, strict=False):
         first, last = backward[unit]
-        yield Life(units[unit].gathered, 2 * first - 1, 2 * last, "gathered")
+        yield Life(gathered[unit], 2 * first - 1, 2 * last, "gathered")
         ahead = 2 * first - 1 if before is None else 2 * backward[before][0]
-        yield Life(units[unit].buffer, ahead, 2 * first - 1, "gathered")
+        yield Life(buffers[unit], ahead, 2 * first - 1, "gathered")
     # A gradient exists in full until its unit is reduced.
     for number, value in enumerate(trace.values):
         if value.owner == "gradients" and number in owned:
@@ -172,10 +159,10 @@ def _gather_and_reduce(
     for unit, following in zip(order, [*order[1:], None], strict=True):
         reduced_at = 2 * backward[unit][1] + 1
         freed_at = end if following is None else max(2 * backward[following][1], reduced_at)
-        yield Life(units[unit].reduced, reduced_at, freed_at, "reductions")
+        yield Life(num_ranks * shards[unit], reduced_at, freed_at, "reductions")
         if reduces_last:
-            yield Life(units[unit].reduced, 0, reduced_at, "gradients")
-        yield Life(units[unit].shard, reduced_at, end, "gradients")
+            yield Life(num_ranks * shards[unit], 0, reduced_at, "gradients")
+        yield Life(shards[unit], reduced_at, end, "gradients")
 
 
 def _find_uses(trace: StepTrace, owned: Mapping[int, int], *, in_backward: bool) -> dict[int, tuple[int, int]]:
