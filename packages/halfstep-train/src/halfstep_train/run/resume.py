@@ -181,20 +181,14 @@ def refuse_missing_device(plan: Plan) -> None:
 def explain_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
     """Return why the run has finished and how to continue anyway; empty if something is left to do."""
     train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
+    all_epochs, more = format_count(train.epochs, "epoch"), ""
     if epochs >= train.epochs:
-        again = f"train.epochs={2 * epochs}"
-        return (
-            f"finished after {epochs} of {format_count(train.epochs, 'epoch')}; to continue, add {again} to the command"
-        )
-    if 0 < train.max_steps <= steps:
-        whole = "" if train.epochs == WITHOUT_END else f", or 0 for all {format_count(train.epochs, 'epoch')}"
-        return (
-            f"finished after {steps} of {format_count(train.max_steps, 'step')}; to continue, add "
-            f"train.max_steps={2 * steps} to the command{whole}"
-        )
-    if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
-        return (
-            f"finished by early stopping after {epochs} of {format_count(train.epochs, 'epoch')}; to continue, add "
-            "train.early_stopping_patience=0 to the command"
-        )
-    return ""
+        end, again = f"after {epochs} of {all_epochs}", f"train.epochs={2 * epochs}"
+    elif 0 < train.max_steps <= steps:
+        end, again = f"after {steps} of {format_count(train.max_steps, 'step')}", f"train.max_steps={2 * steps}"
+        more = "" if train.epochs == WITHOUT_END else f", or 0 for all {all_epochs}"
+    elif 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
+        end, again = f"by early stopping after {epochs} of {all_epochs}", "train.early_stopping_patience=0"
+    else:
+        return ""
+    return f"finished {end}; to continue, add {again} to the command{more}"
