@@ -171,7 +171,11 @@ class StepTimer:
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
         if self.count == self.schedule.warm_up:
-            self._end_warm_up()
+            wait_for(self.device)
+            # Until now kernels were chosen and graphs captured.
+            self.start_peak_bytes = self._read_peak_bytes()
+            reset_peak(self.device)
+            self._energy = EnergyMeter(self.device)
         # The first mark (at 0) is the start of the first window.
         timed = self.count - self.schedule.warm_up - self.schedule.ramp
         if timed >= 0 and timed % self.schedule.window == 0:
@@ -183,13 +187,6 @@ class StepTimer:
         """Return the timer once all steps are done."""
         assert self.count == self.schedule.steps, f"the runner made {self.count} of {self.schedule.steps} steps"
         return self
-
-    def _end_warm_up(self) -> None:
-        wait_for(self.device)
-        # Until now kernels were chosen and graphs captured.
-        self.start_peak_bytes = self._read_peak_bytes()
-        reset_peak(self.device)
-        self._energy = EnergyMeter(self.device)
 
     def _mark(self) -> Mark:
         if self.device.type != "cuda":
@@ -313,7 +310,6 @@ def forget_our_kernels() -> None:
     """Unload halfstep's Triton kernels, so that the next call looks for them on disk."""
     if "triton" not in sys.modules:
         return
-    import torch
     from triton.runtime.jit import JITFunction
 
     if torch.cuda.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,17 +191,15 @@ class LoadedModel:
         train, plan = self.config.train, self.plan
         size, workers = self.batch_size or train.val_batch_size or train.batch_size, self.config.data.num_workers
         loader = Loader(workload.val_samples, batch_size=size, seed=train.seed, num_workers=workers, shuffle=False)
-        try:
-            with self.report.show_phase("Evaluating", len(loader)) as bar:
+        with closing(loader), self.report.show_phase("Evaluating", len(loader)) as bar:
+            try:
                 return validate(workload, self.model, plan, loader, pieces=pieces, advance=bar.advance)
-        except OutOfMemory as error:
-            raise MemoryLimitError(
-                f"out of memory on {plan.device} with batch size {size}",
-                why=describe_memory(torch.device(plan.device)),
-                fix=f"--batch-size {max(size // (2 * pieces), 1)}, --precision bf16, or --device cpu",
-            ) from error
-        finally:
-            loader.close()
+            except OutOfMemory as error:
+                raise MemoryLimitError(
+                    f"out of memory on {plan.device} with batch size {size}",
+                    why=describe_memory(torch.device(plan.device)),
+                    fix=f"--batch-size {max(size // (2 * pieces), 1)}, --precision bf16, or --device cpu",
+                ) from error
 
 
 def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: int | None) -> list[str]:

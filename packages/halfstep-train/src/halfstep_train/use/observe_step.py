@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -69,15 +69,12 @@ def assemble_step(
             workload = add_checksums(build_workload(config))
             config = apply_settled(config, workload)
             parts = assemble(config, workload, decide_plan(config, workload, probe(config.device)))
-        try:
-            with choose_algorithms(deterministic=config.train.deterministic):
-                engine = make_engine(parts, parts.mode or "eager", lambda text, level: None)  # the ledger reports modes
-                window = read_batches(parts, parts.step.accumulate)
-                engine(window)
-                yield config, parts, engine, window
-        finally:
-            parts.train_loader.close()
-            parts.val_loader.close()
+        deterministic = config.train.deterministic
+        with closing(parts.train_loader), closing(parts.val_loader), choose_algorithms(deterministic=deterministic):
+            engine = make_engine(parts, parts.mode or "eager", lambda text, level: None)  # the ledger reports modes
+            window = read_batches(parts, parts.step.accumulate)
+            engine(window)
+            yield config, parts, engine, window
 
 
 def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> tuple[RunConfig, Assembly]:
