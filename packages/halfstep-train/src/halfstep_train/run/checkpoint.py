@@ -126,9 +126,8 @@ class Checkpoints:
         """Record that a checkpoint is the best one so far."""
         if not self.writes:
             return
-        write_atomically(
-            self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value})
-        )
+        best = {"checkpoint": path.name, "metric": metric, "value": value}
+        write_atomically(self.folder / "best.json", json.dumps(best))
 
     def find_best(self) -> Path | None:
         """Return the checkpoint with the best metric, if one was marked and is still there."""
@@ -180,15 +179,12 @@ class Checkpoints:
 
     def _explain_unwritten(self, path: Path, error: Exception) -> CheckpointError:
         """Return the error of a failed write, with a resume command if an earlier checkpoint exists."""
-        what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
-        if not self.list_all():
-            return CheckpointError(
-                what, why="it would have been the run's first checkpoint", fix=f"{room}, then start the run again"
-            )
-        why = "nothing was overwritten; earlier checkpoints are intact"
-        return CheckpointError(
-            what, why=why, fix=f"{room}, then {suggest_command('train', '--resume', self.folder.parent)}"
-        )
+        why, again = "it would have been the run's first checkpoint", "start the run again"
+        if self.list_all():
+            why = "nothing was overwritten; earlier checkpoints are intact"
+            again = suggest_command("train", "--resume", self.folder.parent)
+        fix = f"free some space or fix the folder's permissions, then {again}"
+        return CheckpointError(f"cannot write checkpoint {path}: {error}", why=why, fix=fix)
 
     def _list_named(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name)]

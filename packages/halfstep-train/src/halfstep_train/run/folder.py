@@ -143,7 +143,7 @@ class RunFolder:
     def refuse_unusable(cls, path: Path) -> None:
         """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
         if path.is_dir() and any(path.iterdir()):
-            raise _explain_taken(cls(path))
+            raise _explain_taken(path)
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         if not existing.is_dir():
             raise CheckpointError(
@@ -231,16 +231,14 @@ def suggest_resume(path: Path, world: World | None = None) -> str:
     return f"continue with: {suggest_command('train', '--resume', path, *ranks)}"
 
 
-def _explain_taken(folder: RunFolder) -> CheckpointError:
+def _explain_taken(path: Path) -> CheckpointError:
     """Return the error for an --out that is not empty; the fix depends on whether it is a run with a checkpoint."""
     fix = "choose another --out"
-    if any((folder.path / "checkpoints").glob("*/")):
-        fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
-    elif folder.config.is_file():
-        fix += f", or remove {folder.path}: that run ended before its first checkpoint"
-    return CheckpointError(
-        f"{folder.path} already exists and is not empty", why="a run never overwrites another one", fix=fix
-    )
+    if any((path / "checkpoints").glob("*/")):
+        fix += f", or continue that run with: {suggest_command('train', '--resume', path)}"
+    elif is_run(str(path)):
+        fix += f", or remove {path}: that run ended before its first checkpoint"
+    return CheckpointError(f"{path} already exists and is not empty", why="a run never overwrites another one", fix=fix)
 
 
 def name_run(workload: str) -> str:
@@ -342,12 +340,14 @@ def _make_absolute(path: str, *, only_if_there: bool = False) -> str:
 # Only sizes and times are compared, not contents. Differences are reported but not refused, because a copy of the data
 # on another machine has other times and the same content.
 
+DATA_RECORD = "data.json"
+
 
 def record_data(workload: Workload, folder: RunFolder) -> None:
     """Record the data files in data.json; samples that are not files leave no record."""
     files = list(_list_files(workload))
     if files:
-        write_atomically(_get_data_record(folder), json.dumps({"files": len(files), "digest": _compute_digest(files)}))
+        write_atomically(folder.path / DATA_RECORD, json.dumps({"files": len(files), "digest": _compute_digest(files)}))
 
 
 def digest_contents(workload: Workload) -> str:
@@ -359,7 +359,7 @@ def digest_contents(workload: Workload) -> str:
 def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     """Return a note if sizes or times of the data files have changed since the run started."""
     try:
-        then = parse_json(_get_data_record(folder).read_bytes())["digest"]
+        then = parse_json((folder.path / DATA_RECORD).read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     if _compute_digest(list(_list_files(workload))) == then:
@@ -383,7 +383,3 @@ def _compute_digest(files: list[Path], *, with_times: bool = True) -> str:
         # The name of the folder, not its whole path: a data set that was moved is still the same.
         digest.update(repr((path.parent.name, path.name, entry.st_size, *times)).encode())
     return digest.hexdigest()
-
-
-def _get_data_record(folder: RunFolder) -> Path:
-    return folder.path / "data.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,18 +106,17 @@ def choose_sharding(train: TrainConfig, workload: Workload, plan: Plan, num_rank
         whole, shard = (planner.predict(cell.spread(num_ranks, layout)).total for layout in ("ddp", "shard"))
     except HalfstepError as error:
         blocks, problem, whole, shard = [[]], error.what, 0, 0
+    reason = f"train.shard=true: {format_bytes(shard)} per rank are predicted, {format_bytes(whole)} with DDP"
     if train.shard == "auto":
         limit = _measure_limit(plan, num_ranks)
+        taken = _compare(whole, limit)
         if problem or whole <= limit:
-            why = (
-                f"memory cannot be predicted: {problem}" if problem else f"DDP takes {_compare(whole, limit)} per rank"
-            )
+            why = f"memory cannot be predicted: {problem}" if problem else f"DDP takes {taken} per rank"
             return _set_sharding(plan, False, f"train.shard=auto: not sharded, {why}", (), say)
-        reason = f"train.shard=auto: sharded, DDP would take {_compare(whole, limit)} per rank"
+        reason = f"train.shard=auto: sharded, DDP would take {taken} per rank"
         reason += f", a shard takes {format_bytes(shard)}"
-    else:
-        reason = f"train.shard=true: {format_bytes(shard)} per rank are predicted, {format_bytes(whole)} with DDP"
-        reason = f"train.shard=true: {problem}" if problem else reason
+    elif problem:
+        reason = f"train.shard=true: {problem}"
     if not blocks[0]:
         return _set_sharding(plan, True, f"{reason}; the model is gathered as a whole: it repeats no block", (), say)
     frozen = (f"{name}{OF_FROZEN}{b}" for name, own in zip(workload.frozen, blocks[1:], strict=False) for b in own)
@@ -275,16 +275,14 @@ def make_peak_predictor(train: TrainConfig, trace: Trace) -> Callable[[Plan, Mem
 
     `train.memory=low` tries its levers in the order of these peaks.
     """
-    planners: list[MemoryPlanner] = []
+    make_planner = functools.cache(lambda: MemoryPlanner(trace()))
 
     def peak(plan: Plan, setting: MemorySetting) -> int | None:
         if setting.activation_budget < 1:
             return None  # only a trial shows what the compiler does with a budget
         try:
-            if not planners:
-                planners.append(MemoryPlanner(trace()))
-                planners[0].step.blocks = plan.blocks
-            return planners[0].predict(Cell.of(train, plan.granted, plan.mode or "eager", setting)).total
+            make_planner().step.blocks = plan.blocks
+            return make_planner().predict(Cell.of(train, plan.granted, plan.mode or "eager", setting)).total
         except HalfstepError:
             return None
 
