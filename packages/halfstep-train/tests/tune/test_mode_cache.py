@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.mode_search import CachedMode, FoundMode
-from halfstep_train.tune.modes import get_code_folder
 from halfstep_train.tune.trials import TrialTime
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.demo import write_demo
@@ -71,20 +69,16 @@ def test_a_file_that_lacks_fields_is_measured_again(demo: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "is_cleared", "mode"),
+    ("num_steps", "mode"),
     [
-        (10_000, False, "graph"),  # saves 150 s
-        (2_000, False, "graph"),  # saves 30 s, starts in 15
-        (2_000, True, "eager"),  # saves 30 s, compiles for 45
-        (10_000, True, "graph"),
-        (500, False, "eager"),  # saves 7.5 s
+        (10_000, "graph"),  # saves 150 s
+        (2_000, "graph"),  # saves 30 s, starts in 15
+        (500, "eager"),  # saves 7.5 s
     ],
 )
-def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_cleared: bool, mode: str) -> None:
+def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, mode: str) -> None:
     kept = cached(*made(demo))
     kept.write(found())
-    if is_cleared:
-        shutil.rmtree(get_code_folder())
     fields = kept.choose_for_run(num_steps)
     assert fields is not None
     assert fields["mode"] == mode
@@ -93,17 +87,12 @@ def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_
     assert mode == "graph" or "to start" in fields["mode_reason"]
 
 
-def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
+def test_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
     kept = cached(*made(demo))
     kept.write(found(cudnn_benchmark=True))
     fields = kept.choose_for_run(2_000)  # saves 30 s, starts in 15 + 20
     assert fields is not None
     assert (fields["mode"], fields["cudnn_benchmark"]) == ("eager", False)
-    kept.write(found(tunes_kernels=True))
-    shutil.rmtree(get_code_folder())
-    fields = kept.choose_for_run(10_000)  # saves 150 s, compiles and tunes for 240
-    assert fields is not None
-    assert (fields["mode"], fields["tunes_kernels"]) == ("eager", False)
 
 
 def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:

@@ -10,7 +10,6 @@ The recorded reason lists what was not tried, and whether the time for trials or
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -35,7 +34,6 @@ from halfstep_train.tune.modes import (
     KERNEL_TUNING_S,
     WARM_START_S,
     Mode,
-    get_code_folder,
     has_convolutions,
 )
 from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime
@@ -226,8 +224,8 @@ def find_fastest_mode(costs: dict[str, Cost]) -> Mode:
 
 # --- results of a search, kept on disk for the next run of the same model, shapes, device and versions ---
 #
-# A cached mode is used if it pays: its steps must save more time over the run than its start takes. Compiled code is in
-# another folder, which may be emptied; a marker file there shows whether this mode's code is in it.
+# A cached mode is used if it pays: its steps must save more time over the run than its start takes, with compiled code
+# from the compiler's cache.
 
 
 MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured tries what that one left out
@@ -249,8 +247,8 @@ class CachedMode:
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
-        self.name = f"mode-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
-        self.path: Path = find_cache_directory() / f"{self.name}.json"
+        name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self.path: Path = find_cache_directory() / f"mode-{name}.json"
 
     def read(self) -> FoundMode | None:
         try:
@@ -263,7 +261,6 @@ class CachedMode:
 
     def write(self, found: FoundMode) -> str:
         """Write the result; return an empty string, or why it could not be written."""
-        self.mark()
         return write_json(self.path, dataclasses.asdict(found))
 
     def choose_for_run(self, num_steps: int) -> dict[str, Any] | None:
@@ -276,29 +273,13 @@ class CachedMode:
             return None
         # Without an eager step no other mode runs.
         saved_s = math.inf if found.eager_ms is None else (found.eager_ms - found.ms) / 1e3 * num_steps
-        start_s = self._estimate_start_s(found)
+        start_s = 0.0 if found.fields["mode"] == "eager" else WARM_START_S
+        start_s += CUDNN_TRIALS_S if found.fields["cudnn_benchmark"] else 0.0
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
-            self.mark()
             return fields
         reason = (
             f"{found.fields['mode']} would save {saved_s:.0f} s of this run and take about {start_s:.0f} s to start"
         )
         plain = {"mode": "eager", "tunes_kernels": False, "cudnn_benchmark": False, "gains": ()}
         return {**fields, **plain, "mode_reason": f"{reason} ({fields['mode_reason']})"}
-
-    def mark(self) -> None:
-        """Mark that this mode's code is in the compiler's cache; the mark disappears with it."""
-        with contextlib.suppress(OSError):  # without the mark the next start counts as cold
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
-
-    @property
-    def _mark(self) -> Path:
-        return get_code_folder() / f"halfstep-{self.name}"
-
-    def _estimate_start_s(self, found: FoundMode) -> float:
-        fields = found.fields
-        cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
-        compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s
-        return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
