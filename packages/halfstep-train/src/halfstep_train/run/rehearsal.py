@@ -23,9 +23,8 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, make_all_due
 from halfstep_train.run.engine import make_engine
 from halfstep_train.tune.fresh_thread import forget_compiled
-from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit
-from halfstep_train.tune.modes import Mode
-from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime, load_first_batch
+from halfstep_train.tune.memory_low import CannotRun, DoesNotFit
+from halfstep_train.tune.trials import Rehearsal, Trial, load_first_batch
 from halfstep_train.workloads.base.workload import Workload
 
 
@@ -110,21 +109,11 @@ class LeadingRehearsal(RunRehearsal):
     def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> Iterator[Trial]:
         self._broadcast("")
         with super().begin(plan, **changes) as trial:
-            yield LeadingTrial(trial, lambda: self._broadcast(""))
+            trial.announce = partial(self._broadcast, "")
+            yield trial
 
     def _broadcast(self, message: str) -> str:
         return self.world.broadcast_from_first(lambda: message)
-
-
-class LeadingTrial(Trial):
-    """A trial of rank 0 that tells the others of each measurement: all together may take longer than a rank waits."""
-
-    def __init__(self, own: Trial, announce: Callable[[], object]) -> None:
-        self.own, self.announce, self.parts, self.engine, self.window = own, announce, own.parts, own.engine, own.window
-
-    def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
-        self.announce()
-        return self.own.measure(mode, time, cudnn_benchmark=cudnn_benchmark)
 
 
 def _raise(error: HalfstepError) -> str:

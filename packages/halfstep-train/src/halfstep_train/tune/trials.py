@@ -90,9 +90,12 @@ class Trial:
     def __init__(self, parts: Assembly, engine: MakeEngine, batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.step.accumulate
+        self.announce: Callable[[], object] = lambda: None
+        """Called before each measurement: all of them together may take longer than other ranks wait for a message."""
 
     def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
         """Return milliseconds and peak bytes of a step in this mode; raise CannotRun if it does not run."""
+        self.announce()
         if cudnn_benchmark is not None:
             self.parts.plan = dataclasses.replace(self.parts.plan, cudnn_benchmark=cudnn_benchmark)
         return run_in_fresh_thread(lambda: self._measure(mode, time or TrialTime()), self.parts.device)
