@@ -13,7 +13,6 @@ from halfstep_train.report.metrics_file import read
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.journal import COMPILING, Journal, Pace, Waiting
-from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.workloads import from_dict
 from whole_runs import assemble_run, run
 
@@ -75,9 +74,7 @@ def test_bar_record_and_epoch_line_show_the_same_losses(tmp_path: Path) -> None:
         told.finish_bar()
         seen = [1.0 / (k + 1) for k in range(12)]
         assert f"mean loss {sum(seen) / len(seen):.4f}" in bar_of(told).format_parts()
-    told.record_epoch(
-        0, 12, {}, {"loss": 0.5, "accuracy": 0.75}, stopping=EarlyStopping(mode="max", patience=0), is_best=True
-    )
+    told.record_epoch(0, 12, {}, {"loss": 0.5, "accuracy": 0.75}, is_best=True)
     told.report.close()
     *early, train, val = read(tmp_path / "metrics.jsonl")
     assert [(record["step"], record["loss"]) for record in early] == [(1, 1.0), (2, 0.5), (4, 0.25), (8, 0.125)]
@@ -108,7 +105,7 @@ def test_two_lines_for_each_epoch_name_mean_best_and_time_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = journal(tmp_path, 4)
-    stopping, clock = EarlyStopping(mode="max", patience=0), HandClock()
+    clock = HandClock()
     told.pace = Pace(4, clock=clock)
     for epoch, score in enumerate((0.75, 0.5)):
         with told.show_training(epoch, 2):
@@ -116,9 +113,9 @@ def test_two_lines_for_each_epoch_name_mean_best_and_time_left(
                 clock.now_s += 10.0
                 told.observe(None, fact(attempted, 0.5))
                 told.record_step(attempted + 1, 16.0, Waiting())
-        is_best = stopping.observe(score, epoch, in_turn=True)
+        is_best = told.stopping.observe(score, epoch, in_turn=True)
         val = {"loss": 0.6, "accuracy": score}
-        told.record_epoch(epoch, 2 * epoch + 2, {"accuracy": 0.9}, val, stopping=stopping, is_best=is_best)
+        told.record_epoch(epoch, 2 * epoch + 2, {"accuracy": 0.9}, val, is_best=is_best)
     told.report.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Epoch 1/2 train: mean loss 0.5000, accuracy 0.9000, 16.0 samples/s"
@@ -129,10 +126,9 @@ def test_two_lines_for_each_epoch_name_mean_best_and_time_left(
 
 def test_nan_is_never_called_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = journal(tmp_path, 4)
-    stopping = EarlyStopping(mode="max", patience=1)
-    is_best = stopping.observe(math.nan, 0)
-    told.record_epoch(0, 2, {}, {"loss": math.nan, "accuracy": math.nan}, stopping=stopping, is_best=is_best)
-    told.record_early_stop("epoch 1", stopping)
+    is_best = told.stopping.observe(math.nan, 0)
+    told.record_epoch(0, 2, {}, {"loss": math.nan, "accuracy": math.nan}, is_best=is_best)
+    told.record_early_stop("epoch 1")
     told.report.close()
     shown = capsys.readouterr()
     assert "accuracy nan" in shown.out

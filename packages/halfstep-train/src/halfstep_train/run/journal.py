@@ -21,7 +21,6 @@ from halfstep_train.data.loader import NamedSamples, implements
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
 from halfstep_train.run.assemble import Assembly
-from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.tune.modes import UNCAPTURED, Mode
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Unit, load_part
@@ -94,6 +93,7 @@ class Journal:
     def __init__(self, report: RunReport, parts: Assembly) -> None:
         workload, train = parts.workload, parts.train
         self.report, self.plan, self.device, self.metric = report, parts.plan, parts.device, workload.metric
+        self.stopping = parts.stopping
         # At least ten records per run, so that short runs have curves too.
         every = max(1, min(10, parts.total_steps // 10))
         self.report_every = every if train.report_every == "auto" else train.report_every
@@ -333,14 +333,7 @@ class Journal:
             yield lambda: bar.advance()
 
     def record_epoch(
-        self,
-        epoch: int,
-        attempted: int,
-        train: Mapping[str, float],
-        val: Mapping[str, float],
-        *,
-        stopping: EarlyStopping | None = None,
-        is_best: bool = False,
+        self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool = False
     ) -> None:
         """Print and record training and, if `val` is not empty, validation; start the next epoch's mean losses."""
         # The first phase represents the run.
@@ -351,8 +344,8 @@ class Journal:
         rows += [(name, _format_score(train, name), _format_score(val, name)) for name in names]
         label = f"Epoch {epoch + 1}/{self.epochs}"
         lines = [self._format_training_line(label, mean_loss, train)]
-        if val and stopping is not None:
-            lines.append(self._format_validation_line(label, val, stopping, is_best=is_best))
+        if val:
+            lines.append(self._format_validation_line(label, val, is_best=is_best))
         self.report.show_epoch(label, lines, rows)
         if val and (hint := find_hint(self.name, val)):
             self.report.notice(f"hint: {hint}")
@@ -373,9 +366,8 @@ class Journal:
         texts += [f"{name} {wait}" for name, wait in self._format_waits().items()]
         return f"{label} train: {', '.join(texts)}"
 
-    def _format_validation_line(
-        self, label: str, val: Mapping[str, float], stopping: EarlyStopping, *, is_best: bool
-    ) -> str:
+    def _format_validation_line(self, label: str, val: Mapping[str, float], *, is_best: bool) -> str:
+        stopping = self.stopping
         best = " (best)" if is_best else f" (best {stopping.best:.4f} in epoch {stopping.best_epoch + 1})"
         texts = [f"loss {val['loss']:.4f}"] if self.metric != "loss" else []
         texts.append(f"{self.metric} {val[self.metric]:.4f}{best if math.isfinite(stopping.best) else ''}")
@@ -391,8 +383,9 @@ class Journal:
         self.report.notice(COMPILING)
         self._is_compiling = True
 
-    def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
+    def record_early_stop(self, when: str) -> None:
         """Print why the run ends early."""
+        stopping = self.stopping
         best = f"better {self.metric} than {stopping.best:.4f} (epoch {stopping.best_epoch + 1})"
         best = best if math.isfinite(stopping.best) else f"finite {self.metric}"
         self.report.notice(f"early stopping after {when}: no {best} in {stopping.num_since} validations")

@@ -114,7 +114,7 @@ class Loop:
         self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             when = f"step {step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
-            self.journal.record_early_stop(when, self.parts.stopping)
+            self.journal.record_early_stop(when)
         self._show_rank_warnings()
 
     def count_samples(self) -> int:
@@ -369,7 +369,7 @@ class Loop:
             self._set_rate_factor()
         self.train_metrics.load_state_dict(self._sum_metrics())  # its last use
         train = self._compute_metrics()
-        self.journal.record_epoch(epoch, parts.step.attempted, train, found, stopping=parts.stopping, is_best=is_best)
+        self.journal.record_epoch(epoch, parts.step.attempted, train, found, is_best=is_best)
         return is_best
 
     def _check_interrupts(self, advance: Callable[[], None]) -> Callable[[], None]:
