@@ -167,9 +167,9 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         eager, region, ranks = sharded.connect(eager, plan, device, tunes_kernels=tunes_kernels)
     elif not workload.phases:
         eager, region, ranks = connect_ranks(world, train, model, (eager, region), device)
-    phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
+    phases, phased = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
     ema_options = config.ema.model_dump(exclude={"enabled"})
-    step = join_phases(phases) or make_step(
+    step = phased or make_step(
         config.step_settings,
         model,
         plan,
@@ -301,10 +301,11 @@ def assemble_phases(
     compiled: Callable[[Region], Region],
     values: Values,
     world: World | None = None,
-) -> tuple[AssembledPhase, ...]:
-    """Assemble the phases in order over the placed model; refuse phases that could never train."""
+) -> tuple[tuple[AssembledPhase, ...], PhasedStep | None]:
+    """Assemble the phases in order over the placed model, and the step that runs all of them; refuse phases that could
+    never train."""
     if not workload.phases:
-        return ()
+        return (), None
     refuse_unfit_phases(workload.phases, model)
     counted = next((phase.name for phase in workload.phases if _is_countable(phase, workload)), "")
     averaged = _split_averaged_names(config, workload, model)
@@ -342,16 +343,7 @@ def assemble_phases(
         assembled.append(
             AssembledPhase(phase=phase, step=step, region=region, eager=eager, is_counted=phase.name == counted)
         )
-    return tuple(assembled)
-
-
-def join_phases(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
-    """Return one step that runs all phases; None if the workload has none."""
-    if not phases:
-        return None
-    scaler = phases[0].step.scaler
-    assert isinstance(scaler, SharedScaler)
-    return PhasedStep({own.phase.name: own.step for own in phases}, scaler)
+    return tuple(assembled), PhasedStep({own.phase.name: own.step for own in assembled}, scaler)
 
 
 def configure_phase(settings: StepSettings, phase: Phase) -> StepSettings:
