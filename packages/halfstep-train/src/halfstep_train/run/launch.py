@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
 from halfstep_train.config.statements import ACCELERATE_VARIABLE, Launcher
@@ -165,12 +165,11 @@ def join_world(device_asked: str, train: TrainConfig, launch: Launch | None) -> 
     limit_s = train.rank_timeout_s
     by_nccl = device.type == "cuda" and train.backend != "gloo"
     if not dist.is_initialized():
-        meeting: dict[str, Any] = {"init_method": launch.meeting}
-        if launch.keeps_store:
-            meeting = {"store": meet_at_kept_store(launch, limit_s)}
+        store = meet_at_kept_store(launch, limit_s) if launch.keeps_store else None
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
-            **meeting,
+            init_method=None if store else launch.meeting,
+            store=store,
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=limit_s),

@@ -61,7 +61,11 @@ def observe_ledgers(
     One ledger is of the eager code, one of the compiled code if steps run compiled, and one of the captured step if one
     was replayed.
     """
-    found, replayed = [], _find_replays(parts, engine, replay)
+    iteration = parts.step.attempted - 1
+    due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
+    captured = [name for name, own in list_engines(engine) if name in due and own.mode == "graph"]
+    # The kernels of each replayed phase; they come in the order of the phases.
+    found, replayed = [], dict(zip(captured, split_replays(replay), strict=False))
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
         # On a GPU in a fresh thread: cuDNN keeps its choice of algorithms per thread, and this is not a step.
@@ -71,14 +75,6 @@ def observe_ledgers(
         if phase in replayed:
             found.append(make_captured_ledger(ledgers[-1], replayed[phase], _name_mode("captured", phase)))
     return found
-
-
-def _find_replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Return the kernels of each replayed phase; they come in the order of the phases."""
-    iteration = parts.step.attempted - 1
-    due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
-    captured = [name for name, own in list_engines(engine) if name in due and own.mode == "graph"]
-    return dict(zip(captured, split_replays(events), strict=False))
 
 
 def _name_mode(mode: str, phase: str) -> str:

@@ -146,12 +146,9 @@ def _predict_row(planner: MemoryPlanner, cell: Cell, mode: Mode, modes: Sequence
 
 def _choose_device(gpu: str | None, size: int, flags: Mapping[str, object]) -> tuple[Hardware | None, int, str]:
     """Return the hardware that decides the formats, the memory size in bytes (0: not given), and its description."""
-    if gpu:
-        hardware: Hardware | None = look_up_gpu(gpu)
-    else:
-        # Without a GPU the formats of a generic one are planned, for all precisions.
-        here = probe(str(flags["device"] or "auto"))
-        hardware = here if here.kind in ("cuda", "rocm") else None
+    asked = look_up_gpu(gpu) if gpu else probe(str(flags["device"] or "auto"))
+    # Without a GPU the formats of a generic one are planned, for all precisions.
+    hardware = asked if gpu or asked.kind in ("cuda", "rocm") else None
     if size:
         return hardware, size, format_bytes(size)
     if hardware is None:
