@@ -155,14 +155,11 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
+def set_float32_mode(precision: str, *, by_hand: bool) -> contextlib.AbstractContextManager[None]:
     """Make `fp32` strict and switch TF32 on for `tf32`; with bf16 or fp16, switch TF32 on only for tuned variants."""
     if precision in ("fp32", "tf32") or by_hand:
-        with set_fp32_mode("ieee" if precision == "fp32" else "tf32"):
-            yield
-    else:
-        yield
+        return set_fp32_mode("ieee" if precision == "fp32" else "tf32")
+    return contextlib.nullcontext()
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -218,8 +215,7 @@ def train_lightning(peer: PeerRunner, steps: int, after_step: AfterStep) -> floa
     """
     lightning = import_peer("lightning")
     device = peer.problem.device
-    module = _build_module(lightning, peer)
-    counter = _build_counter(lightning, after_step)
+    module = _build_module(lightning, peer, after_step)
     trainer = lightning.Trainer(
         accelerator=device.type,
         devices=1 if device.type == "cpu" else [device.index or 0],
@@ -227,7 +223,6 @@ def train_lightning(peer: PeerRunner, steps: int, after_step: AfterStep) -> floa
         max_steps=steps,
         gradient_clip_val=peer.problem.clip_norm,
         benchmark=peer.by_hand or None,
-        callbacks=[counter],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -238,19 +233,25 @@ def train_lightning(peer: PeerRunner, steps: int, after_step: AfterStep) -> floa
         trainer.fit(compiled, peer.build_loader(steps))
     except SystemExit as stopped:  # Lightning turns Ctrl-C into SystemExit
         raise KeyboardInterrupt from stopped
-    return float(counter.loss)
+    return float(module.last_loss)
 
 
-def _build_module(lightning: Any, peer: PeerRunner) -> Any:
-    """Build the LightningModule of the problem."""
+def _build_module(lightning: Any, peer: PeerRunner, after_step: AfterStep) -> Any:
+    """Build the LightningModule of the problem, which calls back after each step."""
 
     class PeerModule(lightning.LightningModule):  # type: ignore[misc]
+        last_loss = torch.tensor(float("nan"))
+
         def __init__(self) -> None:
             super().__init__()
             self.model = peer.build_model()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             return peer.compute_loss(self.model, batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+            self.last_loss = outputs["loss"]
+            after_step()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             # In fp16 Lightning leaves unscaling to a fused optimizer; clipping before that would clip scaled gradients.
@@ -267,17 +268,6 @@ def _build_module(lightning: Any, peer: PeerRunner) -> Any:
                 clip_grad_norm_(self.model.parameters(), gradient_clip_val)
 
     return ClippingModule() if peer.by_hand and peer.precision == "bf16" else PeerModule()
-
-
-def _build_counter(lightning: Any, after_step: AfterStep) -> Any:
-    class Counter(lightning.Callback):  # type: ignore[misc]
-        loss = torch.tensor(float("nan"))
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.loss = outputs["loss"]
-            after_step()
-
-    return Counter()
 
 
 MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}

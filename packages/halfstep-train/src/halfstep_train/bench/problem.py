@@ -146,8 +146,7 @@ def build_random_workload(config: RunConfig) -> Workload:
 
 def _choose_preparation(kind: Kind, workload: Workload, device: torch.device) -> Callable[[Batch], Batch]:
     if kind.synthetic is not None and kind.synthetic.peer_prepare is not None:
-        prepare: Callable[[Batch], Batch] = load_part(kind.synthetic.peer_prepare)(device)
-        return prepare
+        return load_part(kind.synthetic.peer_prepare)(device)
     return lambda batch: workload.prepare_batch(batch, key=Key.for_training(0, 0), training=True)
 
 
