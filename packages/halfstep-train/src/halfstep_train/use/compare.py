@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -417,9 +417,13 @@ def run_in_parallel(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[Run
     """Run `at_once` jobs at a time in processes; yield their outcomes in the order of the jobs."""
     # Spawn, not fork: CUDA does not work in a forked child of a process that has used it.
     pool = ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
+    # Workers inherit it: a terminal sends SIGINT to all processes, and the parent stops them.
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with _ignore_ctrl_c():
+        try:
             outcomes = pool.map(partial(_run_one, run), jobs)
+        finally:
+            signal.signal(signal.SIGINT, usual)
         yield from outcomes
     except BrokenProcessPool as error:
         raise Interrupted("the worker process of a run was killed: by a signal, or out of memory") from error
@@ -442,16 +446,6 @@ def _run_one(run: Run, job: Job) -> RunOutcome:
         except Interrupted:
             _leaving.set()
             raise
-
-
-@contextmanager
-def _ignore_ctrl_c() -> Iterator[None]:
-    """Ignore SIGINT in the workers started inside: a terminal sends it to all processes, and the parent stops them."""
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def _exit_with_parent() -> None:
