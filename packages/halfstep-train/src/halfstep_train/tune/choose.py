@@ -203,13 +203,11 @@ class Tuning:
             )  # fmt: skip
         except CannotRun as error:
             choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
-        headline, *lines = choice.format_lines()
-        for line in (headline, *lines):
+        lines = choice.format_lines()
+        for line in lines:
             self.say(line)
-        tried = tuple(line.strip() for line in lines)
-        return dataclasses.replace(
-            plan, memory=dataclasses.asdict(choice.setting), memory_reason=choice.reason, memory_trials=tried
-        )
+        chosen, tried = dataclasses.asdict(choice.setting), tuple(line.strip() for line in lines[1:])
+        return dataclasses.replace(plan, memory=chosen, memory_reason=choice.reason, memory_trials=tried)
 
 
 def _explain_unmeasured(train: TrainConfig, plan: Plan) -> str:

@@ -114,10 +114,12 @@ class ModeSearch:
                     self.time.expect(cost.ms / 1e3)
         if not tried:
             return None
-        self.fields["channels_last"] = _is_channels_last_faster(tried, usual)
+        chosen = next(iter(tried))
         if len(tried) == 2:
-            self._note("channels_last", tried[False], tried[True], is_taken=self.fields["channels_last"])
-        return tried[self.fields["channels_last"]]
+            chosen = not usual if tried[not usual].ms * WORTH < tried[usual].ms else usual
+            self._note("channels_last", tried[False], tried[True], is_taken=chosen)
+        self.fields["channels_last"] = chosen
+        return tried[chosen]
 
     def _try_compiled(self, trial: Trial, eager: Cost | None) -> Cost | None:
         if not self._may_try("graph", COMPILE_S):
@@ -205,12 +207,6 @@ class ModeSearch:
         if self.out_of_time:
             found.append(f"not tried, out of trial time: {', '.join(self.out_of_time)}")
         return [*found, f"{self.time.spent_s:.0f} s of trials and {self.time.starts_s:.0f} s of first steps"]
-
-
-def _is_channels_last_faster(tried: dict[bool, Cost], usual: bool) -> bool:
-    if len(tried) == 1:
-        return next(iter(tried))
-    return not usual if tried[not usual].ms * WORTH < tried[usual].ms else usual
 
 
 def find_fastest_mode(costs: dict[str, Cost]) -> Mode:

@@ -169,8 +169,7 @@ def compile_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callabl
 
 
 def allow_many_shapes() -> contextlib.AbstractContextManager[None]:
-    found: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=MOST_SHAPES)
-    return found
+    return torch._dynamo.config.patch(recompile_limit=MOST_SHAPES)
 
 
 @contextlib.contextmanager
