@@ -324,22 +324,18 @@ class Engine:
         if parts.world is not None and parts.world.size > 1:
             raise error  # the other ranks are in the middle of this step
         if self.graphs:
-            return self._drop_graphs()
+            self._num_drops += 1
+            if self._num_drops > MOST_DROPS:
+                return self._stay_uncaptured(f"steps outside of the graph needed its memory {self._num_drops} times")
+            self.forget_graphs()
+            text = "a step did not fit into memory next to the captured one, which is dropped and captured again"
+            return self.notice(f"{text} ({self._num_drops} of at most {MOST_DROPS} times)", "info")
         if not train.auto_batch or self.pieces >= train.batch_size:
             raise error
         torch.cuda.empty_cache()
         self.pieces *= 2
         self.shapes.forget()
         return self.notice(describe_halving(self.pieces, train.batch_size, parts.model), "warning")
-
-    def _drop_graphs(self) -> None:
-        """Drop the graphs for one step; after MOST_DROPS times stop capturing."""
-        self._num_drops += 1
-        if self._num_drops > MOST_DROPS:
-            return self._stay_uncaptured(f"steps outside of the graph needed its memory {self._num_drops} times")
-        self.forget_graphs()
-        text = "a step did not fit into memory next to the captured one, which is dropped and captured again"
-        return self.notice(f"{text} ({self._num_drops} of at most {MOST_DROPS} times)", "info")
 
 
 class Idle(dict[str, Tensor]):
@@ -420,7 +416,11 @@ class PhasedEngine:
         return self.step(prepare_window(self.parts, window, sizes), sizes)
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
-        self._announce_uncompiled()
+        if not self._has_announced and self.asked != "eager":
+            for own in self.parts.phases:
+                if not own.phase.compiles:
+                    self._make_notice(own.phase.name)(UNCOMPILED, "info")
+        self._has_announced = True
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
         assert isinstance(self.parts.step, PhasedStep)
@@ -442,13 +442,6 @@ class PhasedEngine:
     def restore(self, state: Mapping[str, Any], *, is_same: bool) -> None:
         for name, engine in self.engines.items():
             engine.restore(state["phases"][name], is_same=is_same)
-
-    def _announce_uncompiled(self) -> None:
-        if not self._has_announced and self.asked != "eager":
-            for own in self.parts.phases:
-                if not own.phase.compiles:
-                    self._make_notice(own.phase.name)(UNCOMPILED, "info")
-        self._has_announced = True
 
 
 def make_engine(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:

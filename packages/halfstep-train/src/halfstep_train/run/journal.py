@@ -192,6 +192,10 @@ class Journal:
         """Write the record of one step to metrics.jsonl."""
         # The first phase represents the run.
         first = next(iter(self.seen.values())).newest or r
+        # The newest numbers of each phase may be from earlier steps.
+        shown, read = ("loss", "grad_norm", "lr", "committed"), [(name, self.seen[name].newest) for name in self.phases]
+        phases = {f"{key}/{name}": getattr(one, key) for name, one in read if one is not None for key in shown}
+        phases |= {f"epoch_loss/{name}": self.seen[name].mean_loss for name in self.phases}
         left_s = self.pace.estimate_left_s(self.attempted)
         used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
         self._is_due = True
@@ -204,7 +208,7 @@ class Journal:
                 "epoch_loss": next(iter(self.seen.values())).mean_loss,
                 "grad_norm": first.grad_norm,
                 "lr": first.lr,
-                **self._collect_phases(),
+                **phases,
                 "scale": r.scale,
                 "committed": r.committed,
                 "skipped": self.num_skipped,
@@ -216,13 +220,6 @@ class Journal:
                 "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
-
-    def _collect_phases(self) -> dict[str, float]:
-        """Return the newest numbers of each phase, which may be from earlier steps."""
-        shown = ("loss", "grad_norm", "lr", "committed")
-        read = [(name, self.seen[name].newest) for name in self.phases]
-        means = {f"epoch_loss/{name}": self.seen[name].mean_loss for name in self.phases}
-        return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown} | means
 
     def _advance(self, bar: Bar) -> None:
         # With each record, so that bar, metrics.jsonl and `top` show the same numbers; every step until the first one.

@@ -83,8 +83,7 @@ def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
             why="torch supports SyncBatchNorm on GPUs only",
             fix="leave it out, or train on GPUs",
         )
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def refuse_on_all(what: str, *, why: str, fix: str) -> NoReturn:

@@ -205,5 +205,4 @@ class Recording:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             self.profiler.export_chrome_trace(str(file))
-            events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-            return events
+            return json.loads(file.read_text(encoding="utf-8"))["traceEvents"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,11 +44,9 @@ def enter_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-@contextmanager
-def use_average(step: GuardedStep | PhasedStep) -> Iterator[None]:
+def use_average(step: GuardedStep | PhasedStep) -> AbstractContextManager[None]:
     """Put the averaged weights into the model, if the step keeps an average."""
-    with step.ema.swap_in() if step.ema is not None else nullcontext():
-        yield
+    return step.ema.swap_in() if step.ema is not None else nullcontext()
 
 
 def validate(

@@ -287,21 +287,17 @@ def interpolate_peak(
     Where the two traces differ in structure (a loop over chunks, another cut), the peaks are interpolated instead.
     """
     (small, one), (large, other) = first, second
+
+    def interpolate(a: int, b: int) -> int:
+        return max(0, round(a + (b - a) * (batch - small) / (large - small)))
+
     if one.is_like(other):
-        sizes = [
-            _interpolate(batch, small, a.num_bytes, large, b.num_bytes)
-            for a, b in zip(one.lives, other.lives, strict=True)
-        ]
-        pairs = zip(one.workspaces, other.workspaces, strict=True)
-        lives = (Life(size, life.first, life.last, life.kind) for size, life in zip(sizes, one.lives, strict=True))
-        workspaces = (_interpolate(batch, small, a, large, b) for a, b in pairs)
-        return Timeline(tuple(lives), tuple(workspaces)).find_peak(**how)
-    peaks = one.find_peak(**how), other.find_peak(**how)
-    return Counter({kind: _interpolate(batch, small, peaks[0][kind], large, peaks[1][kind]) for kind in KINDS})
-
-
-def _interpolate(at: int, x0: int, y0: int, x1: int, y1: int) -> int:
-    return max(0, round(y0 + (y1 - y0) * (at - x0) / (x1 - x0)))
+        pairs = zip(one.lives, other.lives, strict=True)
+        lives = tuple(replace(life, num_bytes=interpolate(life.num_bytes, far.num_bytes)) for life, far in pairs)
+        workspaces = tuple(map(interpolate, one.workspaces, other.workspaces))
+        return Timeline(lives, workspaces).find_peak(**how)
+    near, far = one.find_peak(**how), other.find_peak(**how)
+    return Counter({kind: interpolate(near[kind], far[kind]) for kind in KINDS})
 
 
 def derive_eager_timeline(trace: StepTrace) -> Timeline:
