@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -70,16 +70,14 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
             signal.signal(number, own)
 
 
-@contextmanager
-def raise_at_once(when: str = "before training began") -> Iterator[None]:
+def raise_at_once(when: str = "before training began") -> AbstractContextManager[None]:
     """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a command with nothing to save cleans up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         raise Interrupted(f"stopped by {name} {when}; nothing was left behind", exit_code=128 + number)
 
-    with _handle_signals((number for number in SIGNALS if number != signal.SIGINT), end):
-        yield
+    return _handle_signals([number for number in SIGNALS if number != signal.SIGINT], end)
 
 
 def _is_ours(number: int) -> bool:

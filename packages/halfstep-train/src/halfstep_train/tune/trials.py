@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from halfstep.errors import summarise_error
-from halfstep.hardware.clock import Clock, Stopwatch
+from halfstep.hardware.clock import Clock, Stopwatch, wait_for
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig, TrainConfig
@@ -130,14 +130,14 @@ class Trial:
         device = self.parts.device
         with time.count_start():
             engine(self.window)
-            self._finish()
+            wait_for(self.parts.device)
         for _ in range(UNCAPTURED - 2):
             engine(self.window)
         if device.type != "cuda":
             with LiveBytes() as live:
                 engine(self.window)
             return int(live.peak)
-        torch.cuda.synchronize(device)
+        wait_for(device)
         reset_peak(device)
         for _ in range(2):
             engine(self.window)
@@ -148,15 +148,11 @@ class Trial:
             start = time.clock()
             for _ in range(num_steps):
                 engine(self.window)
-            self._finish()
+            wait_for(self.parts.device)
             return (time.clock() - start) / num_steps
 
-        self._finish()
+        wait_for(self.parts.device)
         return time_lasting_step(time_round, time, LASTING_S if self.parts.device.type == "cuda" else 0.0)
-
-    def _finish(self) -> None:
-        if self.parts.device.type == "cuda":
-            torch.cuda.synchronize(self.parts.device)
 
 
 def load_first_batch(train: TrainConfig, workload: Workload) -> Batch:
