@@ -177,16 +177,13 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
             else:
                 yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
         for peer in request.against:
-            yield from _list_peers(peer, problem, precision, explain_lack(precision, unmeasured))
-
-
-def _list_peers(peer: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
-    try:
-        if missing:
-            raise HardwareError(missing)
-        yield from list_peers([peer], problem, precision)
-    except (HardwareError, PrecisionError) as error:
-        yield make_unmeasured_row(parse_peer_name(peer), peer.partition(":")[2], precision, describe_failure(error))
+            try:
+                if missing := explain_lack(precision, unmeasured):
+                    raise HardwareError(missing)
+                yield from list_peers([peer], problem, precision)
+            except (HardwareError, PrecisionError) as error:
+                name, _, variant = peer.partition(":")
+                yield make_unmeasured_row(name, variant, precision, describe_failure(error))
 
 
 def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, pause: Pause | None = None) -> Row:

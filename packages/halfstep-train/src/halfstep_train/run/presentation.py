@@ -174,16 +174,13 @@ def show_summary(
         faster = suggest_faster_data(data.num_workers, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     rows += report.trackers
-    report.finish("done", rows + ([] if is_dry_run(folder.path) else _list_results(folder, loop)))
-
-
-def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
-    parts, best = loop.parts, loop.checkpoints.find_best()
-    # Without validation data `evaluate` needs other data.
-    held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
-    closer = suggest_command("evaluate", folder.path, *held_out)
-    curves = suggest_command("report", folder.path, "--open")
-    return [("best checkpoint", str(best) if best else "none"), ("curves", curves), ("look closer", closer)]
+    if not is_dry_run(folder.path):
+        # Without validation data `evaluate` needs other data.
+        held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
+        closer = suggest_command("evaluate", folder.path, *held_out)
+        curves = suggest_command("report", folder.path, "--open")
+        rows += [("best checkpoint", str(best) if best else "none"), ("curves", curves), ("look closer", closer)]
+    report.finish("done", rows)
 
 
 def _describe_length(parts: Assembly) -> str:

@@ -67,7 +67,10 @@ def evaluate(
         config, workload = load_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=check_frozen_parts(run, workload.frozen))
     plan = choose_plan(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
-    for note in (*run.notes, *plan.warnings, *workload.notes, *_warn_about_batch_size(config, workload, batch_size)):
+    is_usual = batch_size in (None, config.train.val_batch_size or config.train.batch_size)
+    differing = () if is_usual else workload.by_batch
+    scores = [f"--batch-size {batch_size} gives other scores than training: {what}" for what in differing]
+    for note in (*run.notes, *plan.warnings, *workload.notes, *scores):
         report.notice(note, "warning")
     evaluation = evaluating_as(workload)
     with (
@@ -200,10 +203,3 @@ class LoadedModel:
                     why=describe_memory(torch.device(plan.device)),
                     fix=f"--batch-size {max(size // (2 * pieces), 1)}, --precision bf16, or --device cpu",
                 ) from error
-
-
-def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: int | None) -> list[str]:
-    """Return warnings about a batch size that makes scores differ from those in training."""
-    if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
-        return []
-    return [f"--batch-size {batch_size} gives other scores than training: {what}" for what in workload.by_batch]

@@ -148,7 +148,10 @@ class _ForwardBackwardCut:
     ) -> Iterator[Life]:
         """Yield when a value is in memory: once in forward, again in backward if it is recomputed and stored."""
         # The branches, in order: eager code, kept for backward, outlives the step, and everything else.
-        value, size = self.trace.values[number], self._count_stored_bytes(number)
+        value = self.trace.values[number]
+        # The second result of pooling is the index of each maximum.
+        is_index = node.maker is not None and node.maker.name == POOL and number in node.maker.makes[1:]
+        size = node.num_bytes // OFFSET_SHARE if is_index else node.num_bytes
         last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.first_backward_op
         ended_at = last_op if value.ended_at < 0 else value.ended_at
         if node.maker is not None and node.maker.as_written:
@@ -169,13 +172,6 @@ class _ForwardBackwardCut:
         for begin, end in spans:
             is_activation = begin < self.first_backward_op <= end
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
-
-    def _count_stored_bytes(self, number: int) -> int:
-        """Return the size in memory; compiled pooling stores smaller indices."""
-        node = self.nodes[number]
-        # The second result of pooling is the index of each maximum.
-        is_index = node.maker is not None and node.maker.name == POOL and number in node.maker.makes[1:]
-        return node.num_bytes // OFFSET_SHARE if is_index else node.num_bytes
 
     def _is_stored(self, maker: Op | None, readers: list[int]) -> bool:
         """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
