@@ -35,6 +35,7 @@ from halfstep_train.run.memory.planner import (
     refuse_nothing_fits,
 )
 from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.modes import Mode
 
 SHOWN_MODES: dict[str, Mode] = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
@@ -44,20 +45,15 @@ MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses 
 RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemoryRow:
     """One precision and memory level: bytes by component in the shown mode, and totals of all modes."""
 
-    precision: str
-    level: str
+    cell: Cell
     components: Mapping[str, int]
     totals: Mapping[str, int]
-    layout: str = ""
-    """Several ranks: whether each has the whole model (ddp) or a shard of it."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.components.values())
+    precision: str
+    """Of the cell, or of several cells with the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,9 @@ def plan_memory(
     rows = []
     for number, cell in enumerate(cells, 1):
         tell(f"predicting {cell.precision}, {cell.setting} ({number} of {len(cells)})")
-        rows.append(_predict_row(planner, cell, shown, (mode,) if mode else MODES))
+        found = {other: planner.predict(cell.run_in(other)) for other in ((mode,) if mode else MODES)}
+        totals = {other: prediction.total for other, prediction in found.items()}
+        rows.append(MemoryRow(cell, found[shown].components, totals, cell.precision))
     limit = compute_usable_bytes(memory)
     fits = find_fits(planner, config, limit, shown, precisions, hardware, ranks=ranks, tell=tell) if memory else []
     if memory and not fits:
@@ -131,17 +129,6 @@ def plan_memory(
         notes.append(RECOMPUTED.format(describe_blocks(planner.step.workload.model, planner.step.blocks)))
     num_parameters = planner.step.num_parameters
     return MemoryPlan(config, num_parameters, shown, ranks, rows, fits, memory, where, notes)
-
-
-def _predict_row(planner: MemoryPlanner, cell: Cell, mode: Mode, modes: Sequence[Mode]) -> MemoryRow:
-    found = {other: planner.predict(cell.run_in(other)) for other in modes}
-    return MemoryRow(
-        precision=cell.precision,
-        level=str(cell.setting),
-        components=found[mode].components,
-        totals={other: prediction.total for other, prediction in found.items()},
-        layout="" if cell.layout == "alone" else cell.layout,
-    )
 
 
 def _choose_device(gpu: str | None, size: int, flags: Mapping[str, object]) -> tuple[Hardware | None, int, str]:
@@ -189,9 +176,12 @@ def print_memory(plan: MemoryPlan) -> None:
 def build_memory_tables(rows: Sequence[MemoryRow], unit: float, width: int) -> list[Table]:
     """Build the table of peaks by component and mode in a unit of so many bytes, divided to fit the width."""
     names = [name for name in COMPONENTS if any(row.components.get(name) for row in rows)]
-    columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
-    if rows[0].layout:
-        columns["ranks"] = [row.layout for row in rows]
+    columns = {
+        "precision": [row.precision for row in rows],
+        "memory": [shorten_level(row.cell.setting) for row in rows],
+    }
+    if rows[0].cell.layout != "alone":
+        columns["ranks"] = [row.cell.layout for row in rows]
     columns |= {
         name.replace(" ", "\n"): [format_in_unit(row.components.get(name, 0), unit) for row in rows] for name in names
     }
@@ -204,15 +194,15 @@ def merge_equal_rows(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     """Merge rows with equal numbers: list their precisions together, and omit levels that save nothing."""
     found: dict[tuple[object, ...], MemoryRow] = {}
     for row in rows:
-        key = (row.layout, tuple(row.components.items()), tuple(row.totals.items()))
+        key = (row.cell.layout, tuple(row.components.items()), tuple(row.totals.items()))
         same = found.setdefault(key, row)
-        if same.level == row.level and row.precision not in same.precision.split(", "):
+        if same.cell.setting == row.cell.setting and row.precision not in same.precision.split(", "):
             found[key] = replace(same, precision=f"{same.precision}, {row.precision}")
     return list(found.values())
 
 
-def shorten_level(level: str) -> str:
-    return level.replace("recompute ", "").replace(" optimizer", "")
+def shorten_level(setting: MemorySetting) -> str:
+    return str(setting).replace("recompute ", "").replace(" optimizer", "")
 
 
 def format_in_unit(size: int, unit_bytes: float) -> str:
@@ -225,7 +215,7 @@ def _build_fit_table(fits: Sequence[Fit], unit: str, unit_bytes: float) -> Table
     cells = [fit.prediction.cell for fit in fits]
     columns: dict[str, Sequence[str]] = {
         "precision": [cell.precision for cell in cells],
-        "memory": [shorten_level(str(cell.setting)) for cell in cells],
+        "memory": [shorten_level(cell.setting) for cell in cells],
         "ranks": [cell.layout for cell in cells if cell.layout != "alone"],
         "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
         "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
@@ -246,7 +236,8 @@ def convert_plan(plan: MemoryPlan) -> dict[str, Any]:
         "mode": plan.mode,
         "ranks": plan.ranks,
         "rows": [
-            {"precision": row.precision, "memory": row.level, "layout": row.layout or None, "peak_bytes": row.total,
+            {"precision": row.precision, "memory": str(row.cell.setting),
+             "layout": None if plan.ranks is None else row.cell.layout, "peak_bytes": sum(row.components.values()),
              "components": {name: size for name, size in row.components.items() if size},
              "peak_bytes_by_mode": dict(row.totals)}
             for row in plan.rows
