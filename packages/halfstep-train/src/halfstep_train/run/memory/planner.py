@@ -191,19 +191,7 @@ class MemoryPlanner:
             return [timeline for _, timeline in self._timelines[key]]
         if cell.layout == "ddp":
             return [replicate_timeline(timeline) for _, timeline in self._timelines[key]]
-        return [
-            shard_timeline(
-                timeline,
-                trace,
-                self.step.units,
-                cell.ranks,
-                gathers_half=cell.gathers_half,
-                accumulates=cell.accumulate > 1,
-                reduces_last=cell.reduces_last,
-                is_compiled=cell.mode != "eager",
-            )
-            for trace, timeline in self._timelines[key]
-        ]
+        return [shard_timeline(timeline, trace, self.step.units, cell) for trace, timeline in self._timelines[key]]
 
     def _derive_timelines(
         self, how: str, mode: Mode, recompute: Recompute, batch_size: int

@@ -24,10 +24,14 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from halfstep_train.run.memory.step_trace import BLOCK_BYTES, Life, StepTrace, Timeline
+
+if TYPE_CHECKING:
+    from halfstep_train.run.memory.planner import Cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +80,24 @@ def replicate_timeline(timeline: Timeline) -> Timeline:
     return Timeline((*timeline.lives, *new), timeline.workspaces)
 
 
-def shard_timeline(
-    timeline: Timeline,
-    trace: StepTrace,
-    units: Sequence[ShardUnit],
-    num_ranks: int,
-    *,
-    gathers_half: bool,
-    accumulates: bool,
-    reduces_last: bool,
-    is_compiled: bool,
-) -> Timeline:
-    """Return a rank's timeline with FSDP2.
+def shard_timeline(timeline: Timeline, trace: StepTrace, units: Sequence[ShardUnit], cell: Cell) -> Timeline:
+    """Return the timeline of this cell on one rank with FSDP2.
 
     Each operation gets two positions: 2n while it runs, and 2n + 1 for what FSDP2 does before the next one. While
     gradients accumulate, their shards exist from the start. If only the last micro-batch is reduced, whole gradients
     exist instead, each until its unit is reduced.
     """
-    kept = timeline.lives if is_compiled else _cast_again(timeline, trace)
+    kept = timeline.lives if cell.mode != "eager" else _cast_again(timeline, trace)
     lives = [
         dataclasses.replace(life, first=2 * life.first, last=2 * life.last)
         for life in kept
         # Weights that are gathered in half precision are not cast.
-        if life.kind != "gradients" and not (gathers_half and life.kind == "half copies")
+        if life.kind != "gradients" and not (cell.gathers_half and life.kind == "half copies")
     ]
     end = 2 * timeline.num_ops - 1
-    lives += _gather_and_reduce(trace, units, num_ranks, end, gathers_half=gathers_half, reduces_last=reduces_last)
-    if accumulates and not reduces_last:
-        shards = sum(unit.count_shard_bytes(num_ranks, trained=True) for unit in units)
+    lives += _gather_and_reduce(trace, units, cell, end)
+    if cell.accumulate > 1 and not cell.reduces_last:
+        shards = sum(unit.count_shard_bytes(cell.ranks, trained=True) for unit in units)
         lives.append(Life(shards, 0, end, "gradients"))
     workspaces = [size for workspace in timeline.workspaces for size in (workspace, 0)]
     rounded = (
@@ -123,11 +117,10 @@ def _cast_again(timeline: Timeline, trace: StepTrace) -> Iterator[Life]:
                 yield Life(trace.values[value].num_bytes, number, number, "half copies")
 
 
-def _gather_and_reduce(
-    trace: StepTrace, units: Sequence[ShardUnit], num_ranks: int, end: int, *, gathers_half: bool, reduces_last: bool
-) -> Iterator[Life]:
+def _gather_and_reduce(trace: StepTrace, units: Sequence[ShardUnit], cell: Cell, end: int) -> Iterator[Life]:
+    num_ranks = cell.ranks
     # The rest (embeddings, heads, last norm) is gathered in fp32 in any case.
-    sizes = [2 if gathers_half and not unit.is_root else 0 for unit in units]
+    sizes = [2 if cell.gathers_half and not unit.is_root else 0 for unit in units]
     gathered = [num_ranks * u.count_shard_bytes(num_ranks, itemsize=size) for u, size in zip(units, sizes, strict=True)]
     buffers = gathered if num_ranks > 1 else [0] * len(units)  # a single rank copies its shard
     shards = [unit.count_shard_bytes(num_ranks, trained=True) for unit in units]
@@ -153,14 +146,14 @@ def _gather_and_reduce(
     for number, value in enumerate(trace.values):
         if value.owner == "gradients" and number in owned:
             unit = owned[number]
-            size = value.num_bytes // 2 if gathers_half and not units[unit].is_root else value.num_bytes
+            size = value.num_bytes // 2 if cell.gathers_half and not units[unit].is_root else value.num_bytes
             yield Life(size, 2 * value.made_by, 2 * backward[unit][1] + 1, "gradients")
     order.sort(key=lambda unit: backward[unit][1])
     for unit, following in zip(order, [*order[1:], None], strict=True):
         reduced_at = 2 * backward[unit][1] + 1
         freed_at = end if following is None else max(2 * backward[following][1], reduced_at)
         yield Life(num_ranks * shards[unit], reduced_at, freed_at, "reductions")
-        if reduces_last:
+        if cell.reduces_last:
             yield Life(num_ranks * shards[unit], 0, reduced_at, "gradients")
         yield Life(shards[unit], reduced_at, end, "gradients")
 
