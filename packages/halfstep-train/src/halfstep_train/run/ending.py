@@ -64,9 +64,7 @@ def handle_ending(loop: Loop, folder: RunFolder, report: RunReport, *, is_new: b
         loop.parts.val_loader.close()
 
 
-def finish_run(
-    loop: Loop, folder: RunFolder, report: RunReport, monitor: Monitor, energy: EnergyMeter, data: DataConfig
-) -> None:
+def finish_run(loop: Loop, folder: RunFolder, monitor: Monitor, energy: EnergyMeter, data: DataConfig) -> None:
     """Write the model and summary of a run that reached its end, and show its results."""
     _refuse_only_skips(loop)
     parts, writes = loop.parts, loop.checkpoints.writes
@@ -76,8 +74,8 @@ def finish_run(
         joules = energy.read_joules()
         write_summary(folder, loop, joules)
         busy = describe_gpu_use(monitor, loop.waiting, loop.journal.elapsed_s, loop.engine.mode)
-        _track_files(folder, report)
-        show_summary(report, folder, loop, data, joules, busy)
+        _track_files(folder, loop.journal.report)
+        show_summary(folder, loop, data, joules, busy)
 
 
 def explain_ending(

@@ -146,11 +146,9 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         report.notice(line)
 
 
-def show_summary(
-    report: RunReport, folder: RunFolder, loop: Loop, data: DataConfig, joules: float | None, busy: str = ""
-) -> None:
+def show_summary(folder: RunFolder, loop: Loop, data: DataConfig, joules: float | None, busy: str) -> None:
     """Print the result of the run, what it cost, and where its files are."""
-    elapsed_s = loop.journal.elapsed_s
+    report, elapsed_s = loop.journal.report, loop.journal.elapsed_s
     parts, stopping = loop.parts, loop.parts.stopping
     memory = get_peak_memory_bytes(parts.device)
     best = loop.checkpoints.find_best()

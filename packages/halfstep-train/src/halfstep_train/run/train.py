@@ -237,4 +237,4 @@ class Run:
                     error.__traceback__ = None  # its frames hold the activations that did not fit
                     raise explain_step_too_large(error, config, parts, loop.engine.pieces) from error
                 monitor.stop()
-                finish_run(loop, folder, report, monitor, energy, config.data)
+                finish_run(loop, folder, monitor, energy, config.data)
