@@ -64,32 +64,15 @@ class Settled:
     """Settings before each resume that changed some, oldest first, and `until` which step they were used."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths in a run's folder, and how its records are read and written."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def model(self) -> Path:
-        """Return the folder of the exported model, for families that have an export format."""
-        return self.path / "model"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.plan, self.metrics = path / "config.yaml", path / "plan.json", path / "metrics.jsonl"
+        self.report = path / "report"
+        self.model = path / "model"
+        """The folder of the exported model, for families that have an export format."""
 
     def write_settings(
         self, config: RunConfig, plan: Plan, decided: dict[str, list[Any]], before: Sequence[dict[str, Any]] = ()
