@@ -22,9 +22,9 @@ from halfstep.formats import FP16
 from halfstep.step.batches import count_samples
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep_train.run.assemble import Assembly
-from halfstep_train.run.engine import Engine, Idle, PhasedEngine, prepare_window
+from halfstep_train.run.engine import Idle, prepare_window
 from halfstep_train.run.journal import Journal
-from halfstep_train.run.step_ledger import drop_outputs, list_engines
+from halfstep_train.run.step_ledger import AnyEngine, drop_outputs, list_engines
 from halfstep_train.tune.modes import Batch
 
 NOT_RANGES = ("variance", "loss scale", UPDATE)
@@ -33,9 +33,7 @@ NOT_RANGES = ("variance", "loss scale", UPDATE)
 class RunWatch:
     """Watch the step of a run, or of each of its phases."""
 
-    def __init__(
-        self, parts: Assembly, engine: Engine | PhasedEngine, report: Path, journal: Journal, *, writes: bool
-    ) -> None:
+    def __init__(self, parts: Assembly, engine: AnyEngine, report: Path, journal: Journal, *, writes: bool) -> None:
         self.parts, self.file, self.journal, self.writes = parts, report / "watch.json", journal, writes
         self.watches: dict[str, Watch] = {}
         for phase, own in list_engines(engine):
@@ -51,7 +49,7 @@ class RunWatch:
         if parts.recorder is not None:
             parts.recorder.watches = self.watches
 
-    def finish(self, engine: Engine | PhasedEngine, window: list[Batch], facts: Facts | PhasedFacts) -> None:
+    def finish(self, engine: AnyEngine, window: list[Batch], facts: Facts | PhasedFacts) -> None:
         """Complete the observation of the step that was made from this window, and read earlier ones."""
         made = facts.phases if isinstance(facts, PhasedFacts) else {"": facts}
         for phase, own in list_engines(engine):

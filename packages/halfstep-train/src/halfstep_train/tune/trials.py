@@ -7,8 +7,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,7 +16,7 @@ from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch, wait_for
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig, TrainConfig
+from halfstep_train.config.schema import TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.tune.channels_last import is_only_tried
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
@@ -27,8 +27,12 @@ from halfstep_train.workloads.base.workload import Workload
 if TYPE_CHECKING:
     from halfstep_train.run.assemble import Assembly
     from halfstep_train.run.engine import Engine, PhasedEngine
+    from halfstep_train.run.rehearsal import RunRehearsal
 
     MakeEngine = Callable[[Assembly, Mode, Notice], Engine | PhasedEngine]
+
+Rehearsal: TypeAlias = "RunRehearsal"
+"""Assembles copies of a run for trials. Passed in, because this package does not build runs."""
 
 TIMED_STEPS = 5  # least steps of a round; fewer if the time for trials is short
 LASTING_ROUNDS = 6
@@ -55,18 +59,6 @@ def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_
     while not time.is_over and (len(rounds) < min(ROUNDS, affordable / num_steps) or time.clock() < until):
         rounds.append(a_round(num_steps))
     return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
-
-
-class Rehearsal(Protocol):
-    """Assembles copies of a run for trials. Passed in, because this package does not build runs."""
-
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def workload(self) -> Workload: ...
-
-    def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> AbstractContextManager[Trial]:
-        """Assemble a copy for one trial; `changes` are other settings, by section."""
 
 
 def measure_cost(mode: Mode, plan: Plan, rehearsal: Rehearsal, **changes: Mapping[str, Any]) -> Cost:
