@@ -100,12 +100,6 @@ class Assembly:
         """Return how a function that uses the model's parameters is called outside of steps; by every rank."""
         return self.sharded.call if self.sharded is not None else lambda function, *arguments: function(*arguments)
 
-    @property
-    def full_batch(self) -> int:
-        """Return the number of samples of a full batch on this rank."""
-        whole = min(self.train.batch_size, len(self.workload.train_samples))
-        return whole if self.world is None else self.world.count_rows(whole)
-
     def ask_to_stop(self) -> None:
         """Let the other ranks know with the next step that this one was asked to stop."""
         steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]

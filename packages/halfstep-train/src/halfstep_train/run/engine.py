@@ -95,6 +95,8 @@ class Engine:
         self._sizes: tuple[int, ...] = ()
         self._in_a_row = 0
         self._num_drops = 0
+        whole = min(parts.train.batch_size, len(parts.workload.train_samples))
+        self._full_batch = whole if parts.world is None else parts.world.count_rows(whole)
         # Some optimizers let the host decide about each commit, which a graph cannot wait for.
         if mode == "graph" and (reason := parts.step.why_never_captured()):
             self._stay_uncaptured(reason)
@@ -244,7 +246,7 @@ class Engine:
 
     def _is_full(self, batch: Batch) -> bool:
         """True for a full micro-batch: only these are worth compiling for."""
-        return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
+        return count_samples(batch) == -(-self._full_batch // self.pieces)
 
     # --- capturing ---
 

@@ -262,7 +262,7 @@ class Journal:
 
     def _format_waits(self) -> dict[str, str]:
         """Return the share of time spent waiting for data, if it is worth reporting."""
-        return {"data": f"{self._waiting.share:.0%}"} if self._waiting.is_worth_saying else {}
+        return {"data": f"{self._waiting.share:.0%}"} if self._waiting.share > WORTH_SAYING else {}
 
     @property
     def _precision(self) -> str:
@@ -454,10 +454,6 @@ class Waiting:
     @property
     def share(self) -> float:
         return self.waited_s / self.trained_s if self.trained_s else 0.0
-
-    @property
-    def is_worth_saying(self) -> bool:
-        return self.share > WORTH_SAYING
 
 
 def suggest_faster_data(num_workers: int, cores: int) -> str:

@@ -113,7 +113,7 @@ class Loop:
         self.checkpoints.wait()
         self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
-            when = f"step {step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
+            when = f"step {step.attempted}" if self.parts.train.validate_every_steps else f"epoch {self.position.epoch}"
             self.journal.record_early_stop(when)
         self._show_rank_warnings()
 
@@ -280,10 +280,6 @@ class Loop:
 
     # --- between two windows ---
 
-    @property
-    def _by_steps(self) -> bool:
-        return self.parts.train.validate_every_steps > 0
-
     def _is_due(self, every: int, done_at: int) -> bool:
         """True if this step is due by its number and was not handled yet."""
         attempted = self.parts.step.attempted
@@ -328,17 +324,17 @@ class Loop:
         """Validate if it is due, save a checkpoint, and move on to the next epoch."""
         parts, train = self.parts, self.parts.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
-        in_turn = not self._by_steps and (epoch + 1) % train.validate_every == 0
+        in_turn = not train.validate_every_steps and (epoch + 1) % train.validate_every == 0
         is_last = self.is_over or epoch + 1 == train.epochs
         is_due = (in_turn or is_last) and self.validated_at != parts.step.attempted
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
-        if is_whole and not self._by_steps and self.validated_at != parts.step.attempted:
+        if is_whole and not train.validate_every_steps and self.validated_at != parts.step.attempted:
             self.train_metrics.load_state_dict(self._sum_metrics())  # its last use
             self.journal.record_epoch(epoch, parts.step.attempted, self._compute_metrics(), {})
         # Advance only after validation: a run that is stopped during it validates again when it is resumed.
         if is_whole:
             self.position = Position(epoch=epoch + 1)
-        if is_due or not self._by_steps:
+        if is_due or not train.validate_every_steps:
             self.train_metrics = parts.workload.metrics()
         # If checkpoints are saved by steps, the end of an epoch needs one only after a validation.
         saved = self.save(is_best=is_best) if is_due or not train.checkpoint_every else None

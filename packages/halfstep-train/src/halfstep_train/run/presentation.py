@@ -24,7 +24,7 @@ from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import describe_frozen
-from halfstep_train.run.journal import suggest_faster_data
+from halfstep_train.run.journal import WORTH_SAYING, suggest_faster_data
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.run_rank import FarReport
 from halfstep_train.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
@@ -168,7 +168,7 @@ def show_summary(folder: RunFolder, loop: Loop, data: DataConfig, joules: float 
         rows.append(("energy", f"{joules:.0f} J, {each:.3g} J per {parts.unit.name}"))
     if busy:
         rows.append(("GPU", busy))
-    if loop.waiting.is_worth_saying:
+    if loop.waiting.share > WORTH_SAYING:
         faster = suggest_faster_data(data.num_workers, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     rows += report.trackers

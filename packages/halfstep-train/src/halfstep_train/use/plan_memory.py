@@ -51,7 +51,7 @@ class MemoryRow:
 
     cell: Cell
     components: Mapping[str, int]
-    totals: Mapping[str, int]
+    totals: Mapping[Mode, int]
     precision: str
     """Of the cell, or of several cells with the same numbers."""
 

@@ -55,8 +55,6 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
 def _list_inputs(given: Path, endings: Sequence[str]) -> list[Input]:
     if given.is_file():
         return [Input(path=given, name=Path(given.name))]  # any ending, because the user named the file
-    if not given.is_dir():
-        return []
     names = (path.relative_to(given) for path in given.rglob("*") if path.suffix.lower() in endings and path.is_file())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
     return [

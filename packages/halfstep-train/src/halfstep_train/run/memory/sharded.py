@@ -94,7 +94,7 @@ def shard_timeline(timeline: Timeline, trace: StepTrace, units: Sequence[ShardUn
         # Weights that are gathered in half precision are not cast.
         if life.kind != "gradients" and not (cell.gathers_half and life.kind == "half copies")
     ]
-    end = 2 * timeline.num_ops - 1
+    end = 2 * len(timeline.workspaces) - 1
     lives += _gather_and_reduce(trace, units, cell, end)
     if cell.accumulate > 1 and not cell.reduces_last:
         shards = sum(unit.count_shard_bytes(cell.ranks, trained=True) for unit in units)

@@ -236,14 +236,10 @@ class Timeline:
     lives: tuple[Life, ...]
     workspaces: tuple[int, ...]
 
-    @property
-    def num_ops(self) -> int:
-        return len(self.workspaces)
-
     def is_like(self, other: Timeline) -> bool:
         """True if both are the same step at two batch sizes."""
         shapes = ([(life.first, life.last, life.kind) for life in t.lives] for t in (self, other))
-        return self.num_ops == other.num_ops and next(shapes) == next(shapes)
+        return len(self.workspaces) == len(other.workspaces) and next(shapes) == next(shapes)
 
     def scale(self, factor: float) -> Timeline:
         """Return the timeline with all allocations but gradients larger by `factor`."""
@@ -259,7 +255,7 @@ class Timeline:
 
     def _sum_over_ops(self, kinds: tuple[str, ...]) -> Numbers:
         # Bytes that appear and disappear at each operation; their running sum is the memory.
-        change = np.zeros(self.num_ops + 1, dtype=np.int64)
+        change = np.zeros(len(self.workspaces) + 1, dtype=np.int64)
         for life in self.lives:
             if life.kind in kinds:
                 change[life.first] += life.num_bytes
@@ -274,7 +270,7 @@ class Timeline:
         by_kind = {kind: self._sum_over_ops((kind,)) for kind in KINDS}
         by_kind["workspaces"] = by_kind["workspaces"] + np.array(self.workspaces, dtype=np.int64)
         if accumulates:
-            by_kind["gradients"] = np.full(self.num_ops, self.gradient_bytes)
+            by_kind["gradients"] = np.full(len(self.workspaces), self.gradient_bytes)
         at = int(np.argmax(sum(by_kind.values())))
         return Counter({kind: int(found[at]) for kind, found in by_kind.items()})
 

@@ -87,16 +87,13 @@ class TraceableStep:
 
     def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
         self.config, self.workload, self.raw = config, workload, raw
+        self.num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         self.pretence = Pretence(workload.list_modules())
         # All candidates; a run that starts replaces them by those that pass tune/recompute_check.py. Workloads that
         # name their blocks recompute them by themselves.
         self.blocks: Collection[str] = () if workload.blocks else find_blocks(workload.model)
         self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.workload.model.parameters())
 
     def trace_phases(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
         """Trace forward and backward of one micro-batch, once per phase."""
