@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from halfstep.backend_flags import set_fp32_mode
 from halfstep.errors import HalfstepError, HardwareError, PrecisionError
@@ -81,7 +81,7 @@ class PeerRunner:
 
     def build_loader(self, steps: int) -> DataLoader[Batch]:
         """Return a loader that repeats one batch, so that no peer waits for data."""
-        return DataLoader(_Repeated(self.problem.host_batch, steps), batch_size=None)
+        return DataLoader([self.problem.host_batch] * steps, batch_size=None)  # type: ignore[arg-type]  # a list will do
 
     def prepare(self, batch: Batch) -> Batch:
         """Prepare a batch for the model, with images in the model's layout."""
@@ -119,17 +119,6 @@ class PeerRunner:
 
 Loop = Callable[[PeerRunner, int, AfterStep], float]
 """Trains the given number of steps and returns the last loss."""
-
-
-class _Repeated(Dataset[Batch]):
-    def __init__(self, batch: Batch, times: int) -> None:
-        self._batch, self._times = batch, times
-
-    def __len__(self) -> int:
-        return self._times
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._batch
 
 
 @contextlib.contextmanager
