@@ -117,7 +117,6 @@ class MemoryPlanner:
     _timelines: dict[tuple[object, ...], list[tuple[StepTrace, Timeline]]] = field(default_factory=dict)
     _traces: dict[tuple[object, ...], list[StepTrace]] = field(default_factory=dict)
     _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
-    _inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
         """Predict a cell from a trace at its batch size.
@@ -250,9 +249,7 @@ class MemoryPlanner:
 
     def _count_inputs(self, batch_size: int) -> tuple[int, int]:
         """Return the bytes of batches as loaded and of one prepared batch; both are linear in the batch size."""
-        if not self._inputs:
-            self._inputs = self.step.count_input_bytes(2, 4)
-        (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
+        (raw, prepared), (more_raw, more_prepared) = self.step.input_bytes
         # Line through the two measured batch sizes, 2 and 4.
         steps = (batch_size - 2) / 2
         return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)

@@ -93,15 +93,12 @@ class AllocationRecorder(TorchDispatchMode):
         """Whether fp32 products are computed in fp32, not in TF32."""
         self.trace, self.in_backward = StepTrace(), False
         self._numbers: dict[int, int] = {}
-        self._weights: set[int] = set()
         self._as_written: set[int] = set()
         self._held = [tensor.untyped_storage() for tensor in known]
         for storage in self._held:
             self._note(storage, made_by=-1)
-        for parameter in parameters:
-            self._weights.add(self._numbers[parameter.untyped_storage()._cdata])
-        for name, parameter in (named or {}).items():
-            self.trace.names[self._numbers[parameter.untyped_storage()._cdata]] = name
+        self._weights = {self._numbers[p.untyped_storage()._cdata] for p in parameters}
+        self.trace.names = {self._numbers[p.untyped_storage()._cdata]: name for name, p in (named or {}).items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record what it read, made and needed."""

@@ -162,11 +162,12 @@ class TraceableStep:
         groups = [group_blocks(self.workload.model, own), *([[name] for name in names] for names in frozen)]
         return list_units(self.workload.list_modules(), groups)
 
-    def count_input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
-        """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
+    @functools.cached_property
+    def input_bytes(self) -> list[tuple[int, int]]:
+        """Return the bytes of loaded batches and of one prepared batch, for 2 samples and for 4."""
         with self.pretence.enter(), _explain_failures(self.config.workload):
-            raw = {size: sum(t.nbytes for t in _make_batch(self.raw, size).values()) for size in batch_sizes}
-            return {size: (BATCHES_AHEAD * raw[size], _sum_bytes(self._make_input(size).values())) for size in raw}
+            raw = {size: sum(t.nbytes for t in _make_batch(self.raw, size).values()) for size in (2, 4)}
+            return [(BATCHES_AHEAD * raw[size], _sum_bytes(self._make_input(size).values())) for size in raw]
 
     # --- placing ---
 
