@@ -32,7 +32,7 @@ from halfstep_train.config.dump import to_yaml
 from halfstep_train.config.schema import PrecisionConfig, RunConfig
 from halfstep_train.data.loader import Loader, NamedSamples, implements
 from halfstep_train.kernels.fast_forms import allow_chains, force
-from halfstep_train.run.assemble import Assembly, assemble, build_workload
+from halfstep_train.run.assemble import AssembledPhase, Assembly, assemble, build_workload
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.engine import prepare_window
 from halfstep_train.run.folder import RunFolder, find_import_paths, load_stored
@@ -148,9 +148,9 @@ def _make_subject(
     capsule: Capsule, asked: PrecisionConfig, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]
 ) -> Subject:
     """Put the assembly into the state before the capsule's step, and return it as the subject of a replay."""
-    own = next((phase for phase in parts.phases if phase.phase.name == capsule.about["phase"]), None)
-    eager, region = (own.eager, own.region) if own is not None else (parts.eager, parts.region)
-    step = own.step if own is not None else parts.step
+    # The phase at fault, or the whole step of a run without phases.
+    own: AssembledPhase | Assembly
+    own = next((phase for phase in parts.phases if phase.phase.name == capsule.about["phase"]), parts)
     # Augmentation and schedules depend on these counters.
     parts.step.attempted = capsule.step
     parts.step.committed.fill_(int(capsule.about["committed"]))
@@ -158,10 +158,10 @@ def _make_subject(
     window = [{key: value.to(parts.device) for key, value in batch.items()} for batch in capsule.window]
     about = capsule.about
     share = Share(about["rank"], about["num_ranks"]) if "rank" in about else None
-    assert isinstance(step, GuardedStep), "a capsule of a run with phases names one of them"
+    assert isinstance(own.step, GuardedStep), "a capsule of a run with phases names one of them"
     return Subject(
         model=parts.model,
-        loss=eager,
+        loss=own.eager,
         window=prepare_window(parts, window, about.get("batch_sizes", ()), share),
         state=capsule.state or _load_checkpoint_state(capsule),
         rng=capsule.rng,
@@ -177,10 +177,10 @@ def _make_subject(
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
         update=Update.parse(capsule.about.get("update")),
-        variants=_make_variants(parts.plan, region),
+        variants=_make_variants(parts.plan, own.region),
         frozen=get_modules(parts.workload.frozen),
         other_state=dict(frozen),
-        trained=step.find_trained_parameters(),
+        trained=own.step.find_trained_parameters(),
     )
 
 

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -394,15 +395,12 @@ class PhasedEngine:
             name, counted = own.phase.name, count if own.is_counted else (lambda outputs, batch: None)
             alone = dataclasses.replace(parts, step=own.step, region=own.region, eager=own.eager, phases=())
             own_mode: Mode = mode if own.phase.compiles else "eager"
-            say = self._make_notice(name)
+            say = partial(self._say, name)
             self.engines[name] = Engine(alone, own_mode, say, counted, before_compiling, self.graphs)
         self._has_announced = False
 
-    def _make_notice(self, name: str) -> Notice:
-        def say(text: str, level: Level) -> None:
-            self.notice(f"{name}: {text}", level)
-
-        return say
+    def _say(self, name: str, text: str, level: Level) -> None:
+        self.notice(f"{name}: {text}", level)
 
     @property
     def mode(self) -> Mode:
@@ -421,7 +419,7 @@ class PhasedEngine:
         if not self._has_announced and self.asked != "eager":
             for own in self.parts.phases:
                 if not own.phase.compiles:
-                    self._make_notice(own.phase.name)(UNCOMPILED, "info")
+                    self._say(own.phase.name, UNCOMPILED, "info")
         self._has_announced = True
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]

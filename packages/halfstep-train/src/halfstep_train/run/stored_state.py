@@ -59,9 +59,8 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
     try:
         with torch.no_grad():
             own = parts.model.state_dict()
-            parts.model.load_state_dict(
-                {name: shard_like(tensor, own.get(name)) for name, tensor in checkpoint.model.items()}
-            )
+            shards = {name: shard_like(tensor, own.get(name)) for name, tensor in checkpoint.model.items()}
+            parts.model.load_state_dict(shards)
     except RuntimeError as error:
         raise CheckpointError(
             "the checkpoint does not contain the weights of this model", why=" ".join(str(error).split())[:300],

@@ -14,6 +14,7 @@ decides; the measuring function is passed in.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -256,9 +257,7 @@ def sort_by_peak(
 ) -> list[Sequence[MemorySetting]]:
     """Sort levers by what their mildest setting is predicted to save, since time for trials may run out. Levers without
     a prediction keep their order after the others."""
-    predicted = [peak(lever[0]) for lever in levers]
-    order = sorted(range(len(levers)), key=lambda k: (predicted[k] is None, predicted[k] or 0))
-    return [levers[k] for k in order]
+    return sorted(levers, key=lambda lever: math.inf if (predicted := peak(lever[0])) is None else predicted)
 
 
 def make_optimizer(

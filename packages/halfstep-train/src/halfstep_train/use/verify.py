@@ -214,10 +214,7 @@ def _measure_norms(step: GuardedStep, loss_fn: LossFn, window: Window) -> tuple[
         facts = step.compute(loss_fn, window)
         gradients = [p.grad for o in step.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
         factor = 1.0 if facts.factor is None else float(facts.factor)
-        if step.clip.kind == "value":
-            largest = max(float(gradient.abs().max()) for gradient in gradients)
-            return float(facts.grad_norm), largest * factor
-        kind = float("inf") if step.clip.kind == "inf" else 2.0
+        kind = 2.0 if step.clip.kind == "l2" else math.inf
         return float(facts.grad_norm), float(torch.nn.utils.get_total_norm(gradients, norm_type=kind)) * factor
     finally:
         step.abandon()
