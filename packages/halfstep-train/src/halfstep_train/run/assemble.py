@@ -244,12 +244,9 @@ def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -
 
 def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
     options = GuardOptions(**select_options(config.guard, GuardOptions))
-    scaling, min_scale = plan.needs_loss_scaling, config.scaler.min_scale
-    if workload.phases:
-        names = (phase.name for phase in workload.phases)
-        guard: Guard = PhasedGuard(options, names, scaling=scaling, min_scale=min_scale)
-    else:
-        guard = Guard(options, scaling=scaling, min_scale=min_scale)
+    names = [phase.name for phase in workload.phases]
+    how: dict[str, Any] = {"scaling": plan.needs_loss_scaling, "min_scale": config.scaler.min_scale}
+    guard = PhasedGuard(options, names, **how) if names else Guard(options, **how)
     if world is not None:
         guard.complete = partial(gather_samples, world)
     return guard

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halfstep.distributed.world import Share
@@ -137,9 +136,7 @@ def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool =
     try:
         parts = assemble(config, workload, plan)
     except OutOfMemory as error:
-        raise explain_model_too_large(
-            error, workload.model, torch.device(plan.device), has_ema=config.ema.enabled
-        ) from error
+        raise explain_model_too_large(error, workload.model, plan, has_ema=config.ema.enabled) from error
     refuse_another_model(capsule, parts.model)
     return _make_subject(capsule, config.precision, parts, frozen)
 

@@ -9,8 +9,6 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from halfstep.disk import make_absolute
 from halfstep.errors import HalfstepError
 from halfstep.hardware.memory import reset_peak
@@ -191,8 +189,7 @@ class Run:
         try:
             self.parts = assemble(self.config, self.workload, plan, self.world)
         except OutOfMemory as error:
-            model, device = self.workload.model, torch.device(plan.device)
-            raise explain_model_too_large(error, model, device, has_ema=self.config.ema.enabled) from error
+            raise explain_model_too_large(error, self.workload.model, plan, has_ema=self.config.ema.enabled) from error
 
     # --- the loop and its ending ---
 

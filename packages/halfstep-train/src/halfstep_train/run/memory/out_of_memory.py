@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import MemoryLimitError, summarise_error
 from halfstep.hardware.memory import describe_memory
+from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import TrainConfig
 
 OutOfMemory = torch.OutOfMemoryError
@@ -63,17 +64,17 @@ def explain_out_of_memory(
     return _make_error(what, error, device, ways)
 
 
-def explain_model_too_large(
-    error: OutOfMemory, model: nn.Module, device: torch.device, *, has_ema: bool
-) -> MemoryLimitError:
+def explain_model_too_large(error: OutOfMemory, model: nn.Module, plan: Plan, *, has_ema: bool) -> MemoryLimitError:
     """Return the error of a model that does not fit even without a batch."""
     num_parameters = sum(p.numel() for p in model.parameters())
     ways = ["a smaller model", "--precision bf16-true (weights in half of the bytes)"]
     if has_ema:
         ways.append("ema.enabled=false (the average is a second copy of the weights)")
     ways.append("a device with more memory, or one that is not in use (--device)")
-    what = f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch"
-    return _make_error(what, error, device, ways)
+    size = f"{type(model).__name__} with its {num_parameters:,} parameters"
+    return _make_error(
+        f"{size} does not fit on {plan.device}, before any batch", error, torch.device(plan.device), ways
+    )
 
 
 def _make_error(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
