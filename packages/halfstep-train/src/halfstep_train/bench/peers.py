@@ -160,9 +160,7 @@ def train_plain(peer: PeerRunner, steps: int, after_step: AfterStep) -> float:
     model = peer.build_model().to(device)
     optimizer = peer.build_optimizer(model)
     scaler = torch.amp.GradScaler(device.type, enabled=peer.precision == "fp16")
-    autocast = torch.autocast(
-        device.type, dtype=AUTOCAST.get(peer.precision, torch.bfloat16), enabled=peer.precision in AUTOCAST
-    )
+    autocast = torch.autocast(device.type, AUTOCAST.get(peer.precision), enabled=peer.precision in AUTOCAST)
     compiled: Any = model if peer.by_hand else torch.compile(model, backend=peer.compiler)
     loss_of = peer.compile_loss(model) if peer.by_hand else functools.partial(peer.compute_loss, compiled)
     loss = torch.tensor(float("nan"))
@@ -182,6 +180,7 @@ def train_plain(peer: PeerRunner, steps: int, after_step: AfterStep) -> float:
 
 
 PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+"""The precisions that every peer supports without further packages, by Lightning's names."""
 
 
 MODULES = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
@@ -310,9 +309,6 @@ def _reset(accelerate: Any) -> None:
 
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
-PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""The precisions that every peer supports without further packages."""
-
 NO_FP16_ON_CPU = ("lightning", "accelerate")
 """Lightning would train in bf16 instead and Accelerate in fp32, each with only a warning."""
 
@@ -341,7 +337,7 @@ def require_peers(peers: Sequence[str]) -> None:
 
 def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
     """Return runners for the given peers and variants. Tests pass a fast torch.compile backend as `_compiler`."""
-    if precision not in PEER_PRECISIONS:
+    if precision not in PRECISION:
         raise PrecisionError(f"peers cannot be timed in {precision!r}", fix="leave out that precision or --against")
     if problem.num_phases > 1:
         # A peer's loop makes one optimizer step per iteration, so it would do different work.
