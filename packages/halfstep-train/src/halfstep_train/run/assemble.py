@@ -271,7 +271,7 @@ def _build_plateau(config: RunConfig, workload: Workload) -> PlateauFactor | Non
 # --- phases: each has its own optimizer, step and region; all share one loss scaler ---
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class AssembledPhase:
     """One of several alternating phases, with the step that trains its parameters."""
 
@@ -331,9 +331,7 @@ def assemble_phases(
             ranks=ranks,
             kind=PhaseStep,
         )
-        assembled.append(
-            AssembledPhase(phase=phase, step=step, region=region, eager=eager, is_counted=phase.name == counted)
-        )
+        assembled.append(AssembledPhase(phase, step, region, eager, is_counted=phase.name == counted))
     return tuple(assembled), PhasedStep({own.phase.name: own.step for own in assembled}, scaler)
 
 

@@ -12,7 +12,7 @@ third shape (tune/compiling.py) also run eager and are not captured.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -350,20 +350,16 @@ def prepare_window(
 ) -> list[Batch]:
     """Prepare a loaded window for the model; `share` prepares it as another rank would."""
     sizes = sizes or [count_samples(batch) for batch in window]
-    return list(_prepare_batches(parts, window, sizes, share or parts.world))
-
-
-def _prepare_batches(
-    parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None
-) -> Iterator[Batch]:
+    share, found = share or parts.world, list[Batch]()
     start = 0  # the window's samples before this batch, over all ranks: augmentation is keyed by position
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.train.seed, parts.step.attempted, k, start + row, row, size)
         prepared = match_layout(parts.model, parts.workload.prepare_batch(batch, key=key, training=True))
-        yield Idle(prepared) if is_idle else prepared
+        found.append(Idle(prepared) if is_idle else prepared)
         start += size
+    return found
 
 
 # --- several phases: run one window through each phase that is due ---
