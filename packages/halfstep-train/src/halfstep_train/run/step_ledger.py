@@ -115,8 +115,7 @@ def drop_outputs(region: Region) -> LossFn:
     """Return the region as a loss function without the model's outputs."""
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
-        value, weight, _ = region(batch)
-        return value, weight
+        return region(batch)[:2]  # loss and weight
 
     return loss
 
@@ -170,10 +169,9 @@ class RunLedger:
         """Store ledgers, print new modes and new differences, and write report/ledger.json."""
         known = {finding for ledger in self.seen.values() for finding in ledger.findings}
         for ledger in found:
-            is_new = ledger.mode not in self.seen
-            self.seen[ledger.mode] = ledger
-            if is_new:
+            if ledger.mode not in self.seen:
                 self.notice(f"ledger, {ledger.mode}: {ledger.summary}", "info")
+            self.seen[ledger.mode] = ledger
             for finding in ledger.findings:
                 if finding not in known:
                     known.add(finding)

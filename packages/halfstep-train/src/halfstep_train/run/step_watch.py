@@ -37,12 +37,8 @@ class RunWatch:
         self.parts, self.file, self.journal, self.writes = parts, report / "watch.json", journal, writes
         self.watches: dict[str, Watch] = {}
         for phase, own in list_engines(engine):
-            watch = Watch(
-                own.guarded,
-                parts.log.watch,
-                notice=lambda text: journal.notice(text),
-                warn=lambda text: journal.notice(text, "warning"),
-            )
+            warn = partial(journal.notice, level="warning")
+            watch = Watch(own.guarded, parts.log.watch, notice=journal.notice, warn=warn)
             watch.on_observation = partial(self._record, phase)
             own.observe = watch.enter_real_step
             self.watches[phase] = watch

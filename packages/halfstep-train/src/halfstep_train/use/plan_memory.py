@@ -176,10 +176,8 @@ def print_memory(plan: MemoryPlan) -> None:
 def build_memory_tables(rows: Sequence[MemoryRow], unit: float, width: int) -> list[Table]:
     """Build the table of peaks by component and mode in a unit of so many bytes, divided to fit the width."""
     names = [name for name in COMPONENTS if any(row.components.get(name) for row in rows)]
-    columns = {
-        "precision": [row.precision for row in rows],
-        "memory": [shorten_level(row.cell.setting) for row in rows],
-    }
+    levels = [shorten_level(row.cell.setting) for row in rows]
+    columns = {"precision": [row.precision for row in rows], "memory": levels}
     if rows[0].cell.layout != "alone":
         columns["ranks"] = [row.cell.layout for row in rows]
     columns |= {
