@@ -7,32 +7,25 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch, wait_for
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import TrainConfig
+from halfstep.step.phases import PhasedStep
+from halfstep.step.step import GuardedStep
+from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.tune.channels_last import is_only_tried
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep_train.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep_train.workloads.base.workload import Workload
-
-if TYPE_CHECKING:
-    from halfstep_train.run.assemble import Assembly
-    from halfstep_train.run.engine import Engine, PhasedEngine
-    from halfstep_train.run.rehearsal import RunRehearsal
-
-    MakeEngine = Callable[[Assembly, Mode, Notice], Engine | PhasedEngine]
-
-Rehearsal: TypeAlias = "RunRehearsal"
-"""Assembles copies of a run for trials. Passed in, because this package does not build runs."""
 
 TIMED_STEPS = 5  # least steps of a round; fewer if the time for trials is short
 LASTING_ROUNDS = 6
@@ -61,6 +54,39 @@ def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_
     return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
 
 
+class Steps(Protocol):
+    """The interface of an engine that runs the steps of a trial."""
+
+    @property
+    def mode(self) -> Mode: ...
+
+    def __call__(self, window: list[Batch]) -> object: ...
+    def forget_graphs(self) -> None: ...
+
+
+class Rehearsed(Protocol):
+    """The parts of an assembled copy of a run that a trial uses."""
+
+    name: str
+    train: TrainConfig
+    plan: Plan
+    model: nn.Module
+    device: torch.device
+    step: GuardedStep | PhasedStep
+
+
+class Rehearsal(Protocol):
+    """Assembles copies of a run for trials. Passed in, because this package does not build runs."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def workload(self) -> Workload: ...
+
+    def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> AbstractContextManager[Trial]:
+        """Assemble a copy for one trial; `changes` are other settings, by section."""
+
+
 def measure_cost(mode: Mode, plan: Plan, rehearsal: Rehearsal, **changes: Mapping[str, Any]) -> Cost:
     """Return the cost of a step in this mode, or compiled if it cannot be captured, as the run itself would
     continue."""
@@ -79,7 +105,7 @@ def _measure_in(mode: Mode, plan: Plan, rehearsal: Rehearsal, changes: Mapping[s
 class Trial:
     """Steps on a copy of the model, always with the same batch; each measurement runs in a fresh thread."""
 
-    def __init__(self, parts: Assembly, engine: MakeEngine, batch: Batch) -> None:
+    def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.step.accumulate
         self.announce: Callable[[], object] = lambda: None
@@ -116,7 +142,7 @@ class Trial:
             engine.forget_graphs()
         return found
 
-    def _warm_up(self, engine: Engine | PhasedEngine, time: TrialTime) -> int:
+    def _warm_up(self, engine: Steps, time: TrialTime) -> int:
         """Run enough steps for compilation, first commits and capture; return the peak of the last two, with the
         graph."""
         device = self.parts.device
@@ -135,7 +161,7 @@ class Trial:
             engine(self.window)
         return get_peak_memory_bytes(device) or 0
 
-    def _time_steps(self, engine: Engine | PhasedEngine, time: TrialTime) -> float:
+    def _time_steps(self, engine: Steps, time: TrialTime) -> float:
         def time_round(num_steps: int) -> float:
             start = time.clock()
             for _ in range(num_steps):
