@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,7 +124,11 @@ def plan_memory(
         refuse_nothing_fits(planner, config, limit, shown, where, ranks)
     notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
     if gpu and hardware:
-        notes += _list_gpu_notes(hardware, name, memory)
+        if name != "auto" and (reason := explain_lack(name, hardware)):
+            notes.append(f"{reason}: a run on this GPU would use another precision")
+        if not memory:
+            notes.append(f"{hardware.name} is sold with several memory sizes: give one with --fit SIZE")
+        notes += hardware.notes
     if planner.step.blocks:
         notes.append(RECOMPUTED.format(describe_blocks(planner.step.workload.model, planner.step.blocks)))
     num_parameters = planner.step.num_parameters
@@ -141,15 +145,6 @@ def _choose_device(gpu: str | None, size: int, flags: Mapping[str, object]) -> t
     if hardware is None:
         return None, 0, ""
     return hardware, hardware.memory_total_bytes, f"{hardware.name} ({format_bytes(hardware.memory_total_bytes)})"
-
-
-def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
-    """Yield notes about a GPU chosen by name: missing formats and memory sizes."""
-    if precision != "auto" and (reason := explain_lack(precision, hardware)):
-        yield f"{reason}: a run on this GPU would use another precision"
-    if not memory:
-        yield f"{hardware.name} is sold with several memory sizes: give one with --fit SIZE"
-    yield from hardware.notes
 
 
 def print_memory(plan: MemoryPlan) -> None:

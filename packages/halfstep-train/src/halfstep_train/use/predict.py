@@ -78,7 +78,11 @@ def predict(
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     command = _find_command(run.config.workload)
     request = replace(request, options=resolve_options(command.options, request.options, run.config.workload))
-    _refuse_wrong_inputs(command, asked, run.config.workload)
+    if command.needs_input and not asked:
+        why = f"{run.config.workload} needs input files"
+        raise ConfigError("no input to predict", why=why, fix="give files or folders after RUN")
+    if asked and not command.needs_input:
+        raise ConfigError(f"{asked[0]}: {run.config.workload} takes no input files", fix="leave it out")
     with name_lost_files(run.frozen), skip_initialisation():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = check_frozen_parts(run, get_frozen_parts(predictor))
@@ -119,7 +123,12 @@ def predict(
                     if asked_to_stop and bar.done < bar.total:
                         break
         except KeyboardInterrupt:
-            raise _explain_second_stop(folder, answers) from None
+            has_files = folder is not None and any(folder.iterdir())
+            raise Interrupted(
+                f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
+                + (f"; {folder} may contain an incomplete file" if has_files else "; nothing was written"),
+                fix=f"remove {folder}, or name another folder with --out" if has_files else "",
+            ) from None
         if asked_to_stop and bar.done < bar.total:
             raise _store_unfinished(folder, call, command, answers, bar.total - bar.done, asked_to_stop)
         if failed:
@@ -210,25 +219,7 @@ def _store_unfinished(
     )
 
 
-def _explain_second_stop(folder: Path | None, answers: list[Answer]) -> Interrupted:
-    has_files = folder is not None and any(folder.iterdir())
-    return Interrupted(
-        f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
-        + (f"; {folder} may contain an incomplete file" if has_files else "; nothing was written"),
-        fix=f"remove {folder}, or name another folder with --out" if has_files else "",
-    )
-
-
 # --- inputs ---
-
-
-def _refuse_wrong_inputs(command: PredictCommand, asked: Sequence[Path], workload: str) -> None:
-    if command.needs_input and not asked:
-        raise ConfigError(
-            "no input to predict", why=f"{workload} needs input files", fix="give files or folders after RUN"
-        )
-    if asked and not command.needs_input:
-        raise ConfigError(f"{asked[0]}: {workload} takes no input files", fix="leave it out")
 
 
 def _report_failure(failure: Failure, report: RunReport) -> None:
