@@ -41,8 +41,6 @@ from halfstep_train.tune.modes import Notice, Region
 from halfstep_train.workloads.base.import_path import sign_code
 from halfstep_train.workloads.base.workload import Workload
 
-FOLDER = "capsules"
-
 
 def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: RunConfig) -> None:
     """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them.
@@ -69,7 +67,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: Ru
         find_checkpoint=lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), ""),
     )
     parts.recorder = Recorder(
-        folder.path / FOLDER,
+        folder.path / "capsules",
         parts.model,
         parts.step,
         context,

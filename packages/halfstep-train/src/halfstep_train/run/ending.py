@@ -164,8 +164,7 @@ def _track_files(folder: RunFolder, report: RunReport) -> None:
         return
     page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
     write_atomically(folder.report / "report.html", page)
-    names = ("summary.json", "report.html")
-    files = [folder.config, folder.plan, folder.metrics, *(folder.report / name for name in names)]
+    files = [folder.config, folder.plan, folder.metrics, folder.report / "summary.json", folder.report / "report.html"]
     report.add_files([file for file in files if file.is_file()])
 
 

@@ -424,10 +424,9 @@ def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
 
 def find_hint(workload: str, scores: Mapping[str, float]) -> str:
     """Return the family's hint about validation scores, or an empty string."""
-    if not math.isfinite(scores.get("loss", 0.0)):
-        return ""  # a diverged model: its scores mean nothing
-    kind = KINDS.of(workload)
-    return str(load_part(kind.hint)(scores)) if kind.hint is not None else ""
+    hint, is_finite = KINDS.of(workload).hint, math.isfinite(scores.get("loss", 0.0))
+    # The scores of a diverged model mean nothing.
+    return str(load_part(hint)(scores)) if hint is not None and is_finite else ""
 
 
 # --- throughput, and what a run waits for: data or the host ---

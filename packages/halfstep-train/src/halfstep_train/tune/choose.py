@@ -109,7 +109,10 @@ class Tuning:
         train = self.config.train
         mode = find_asked_mode(train, plan)
         if mode is not None:
-            reason = f"train.fast={train.fast}" if train.fast != "auto" else _explain_unmeasured(train, plan)
+            reason = f"train.fast={train.fast}"
+            if train.fast == "auto":
+                where = "train.deterministic" if train.deterministic else f"trials are for CUDA, this is {plan.device}"
+                reason = "simulation is eager only" if plan.simulated else where
             if train.fast == "graph" and not plan.on_cuda:
                 self.say(NEEDS_CUDA.format(plan.device))
             return dataclasses.replace(plan, mode=mode, mode_reason=reason)
@@ -208,12 +211,6 @@ class Tuning:
             self.say(line)
         chosen, tried = dataclasses.asdict(choice.setting), tuple(line.strip() for line in lines[1:])
         return dataclasses.replace(plan, memory=chosen, memory_reason=choice.reason, memory_trials=tried)
-
-
-def _explain_unmeasured(train: TrainConfig, plan: Plan) -> str:
-    if plan.simulated:
-        return "simulation is eager only"
-    return "train.deterministic" if train.deterministic else f"trials are for CUDA, this is {plan.device}"
 
 
 # --- the gain of fp8 in the layers of a run ---

@@ -25,14 +25,12 @@ FEWEST_SEEDS = 5
 MOST_SEEDS = 400
 """More seeds than this are not worth suggesting."""
 
-Word = Literal["same", "lower", "higher", "not shown"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowVerdict:
     """The result for one row compared with the baseline, from the seeds so far."""
 
-    word: Word
+    word: Literal["same", "lower", "higher", "not shown"]
     mean: float
     """Mean difference, row minus baseline."""
     low: float

@@ -75,10 +75,8 @@ class Cell:
         """Return the cell of a step with these settings; without `setting` at their own memory level."""
         if setting is None:
             setting = MemorySetting(recompute="blocks") if train.activation_checkpointing else NORMAL
-        size, accumulate = train.batch_size, train.accumulate
-        half = train.shard_gather == "bf16"
-        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate,
-                   gathers_half=half)  # fmt: skip
+        return cls(precision=precision, mode=mode, setting=setting, batch_size=train.batch_size,
+                   accumulate=train.accumulate, gathers_half=train.shard_gather == "bf16")  # fmt: skip
 
     def spread(self, ranks: int, layout: Layout) -> Cell:
         """Return the cell of the rank with most samples if several ranks train this batch."""

@@ -212,7 +212,6 @@ def _count_convolution_workspace(image: Tensor, weight: Tensor, how: Any, passes
 # --- memory over the operations of a step, and its peak for any batch ---
 
 
-Numbers = npt.NDArray[np.int64]
 KINDS = ("half copies", "gathered", "gradients", "reductions", "activations", "workspaces")
 
 
@@ -250,11 +249,11 @@ class Timeline:
     def gradient_bytes(self) -> int:
         return sum(life.num_bytes for life in self.lives if life.kind == "gradients")
 
-    def _sum_over_ops(self, kinds: tuple[str, ...]) -> Numbers:
+    def _sum_over_ops(self, kind: str) -> npt.NDArray[np.int64]:
         # Bytes that appear and disappear at each operation; their running sum is the memory.
         change = np.zeros(len(self.workspaces) + 1, dtype=np.int64)
         for life in self.lives:
-            if life.kind in kinds:
+            if life.kind == kind:
                 change[life.first] += life.num_bytes
                 change[life.last + 1] -= life.num_bytes
         return np.cumsum(change[:-1])
@@ -264,7 +263,7 @@ class Timeline:
 
         While gradients accumulate over micro-batches, all of them exist in every forward pass but the first.
         """
-        by_kind = {kind: self._sum_over_ops((kind,)) for kind in KINDS}
+        by_kind = {kind: self._sum_over_ops(kind) for kind in KINDS}
         by_kind["workspaces"] = by_kind["workspaces"] + np.array(self.workspaces, dtype=np.int64)
         if accumulates:
             by_kind["gradients"] = np.full(len(self.workspaces), self.gradient_bytes)
