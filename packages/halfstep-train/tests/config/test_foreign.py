@@ -49,6 +49,9 @@ class Family:
 
 
 class Families(dict[str, Family]):
+    def of(self, workload: str, where: str = "") -> Family:
+        return self[workload]
+
     def list_translators(self) -> Iterator[Family]:
         return iter(self.values())
 

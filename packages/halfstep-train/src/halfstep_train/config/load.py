@@ -31,7 +31,6 @@ from halfstep_train.config.schema import (
     SCHEDULE_OPTIONS,
     RunConfig,
     Schemas,
-    find_schema,
     is_import_path,
 )
 from halfstep_train.config.section import convert_for_field, count_cores
@@ -150,7 +149,7 @@ def resolve(
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
     # Each family has its own schema, so the workload must be known before any key is checked.
-    schema = find_schema(str(workload.value), kinds, str(workload.origin))
+    schema = kinds.of(str(workload.value), str(workload.origin)).get_schema(str(workload.value))
     statements = [*make_preset_statements(find_strongest("preset", statements), schema), *statements]
     settings = [setting for statement in statements if (setting := find_full_path(statement, schema))]
     settings, replaced = add_demo(settings, schema, {} if is_whole else schema.demo)
@@ -160,7 +159,7 @@ def resolve(
     disagreements = [f"{one}: give both the same precision" for one in overridden if one.replaced.layer == "launcher"]
     origins_per_rank = [s.origin for s in multiplied.values()]
     try:
-        config = schema.model_validate(nest_paths(chosen))
+        config = schema.model_validate(nest_paths({path: s.value for path, s in chosen.items()}))
     except ValidationError as error:
         raise make_config_error(error, chosen, schema) from None
     # Keys of open sections are the user's, so they have no default.
@@ -300,17 +299,17 @@ def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], l
     return chosen, overridden
 
 
-def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
+def nest_paths(values: Mapping[str, object]) -> dict[str, Any]:
     """Turn paths into a tree; below an open section the rest of a path is one key, dots included."""
     tree: dict[str, Any] = {}
-    for path, statement in chosen.items():
+    for path, value in values.items():
         section = find_open_section(path)
         # `precision.modules.vae.*` is the key `vae.*` of that section, not a tree.
         *parents, name = [*section.split("."), path.removeprefix(section + ".")] if section else path.split(".")
         branch = tree
         for parent in parents:
             branch = branch.setdefault(parent, {})
-        branch[name] = statement.value
+        branch[name] = value
     return tree
 
 

@@ -474,7 +474,7 @@ class HasSchema(Protocol):
 class Schemas(Protocol):
     """Families by workload name; also finds a user's workload by its import path."""
 
-    def __getitem__(self, workload: str) -> HasSchema: ...
+    def of(self, workload: str, where: str = "") -> HasSchema: ...
     def __iter__(self) -> Iterator[str]: ...
     def list_translators(self) -> Iterable[Translator]: ...
 
@@ -490,14 +490,6 @@ def is_device(name: str) -> bool:
 def is_import_path(name: str) -> bool:
     """True if this is the import path of a custom workload, `my_pkg.my_mod:build`."""
     return IMPORT_PATH.fullmatch(name) is not None
-
-
-def find_schema(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
-    """Return the schema of a workload; an unknown name is an error."""
-    try:
-        return kinds[workload].get_schema(workload)
-    except KeyError:
-        raise make_unknown_workload(workload, kinds, where) from None
 
 
 def make_unknown_workload(workload: str, known: Iterable[str], where: str = "") -> ConfigError:
