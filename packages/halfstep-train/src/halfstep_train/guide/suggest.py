@@ -14,6 +14,7 @@ from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep_train.config.dump import Dumper
+from halfstep_train.config.load import nest_paths
 from halfstep_train.config.schema import ADAM_LIKE, RunConfig
 from halfstep_train.guide.inspect_data import DataSummary
 from halfstep_train.run.memory.sizing import Planners, StepCost, predict_step_cost
@@ -141,16 +142,8 @@ def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tu
 
 
 def _nest_settings(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {"workload": situation.workload}
-    if not situation.is_demo:
-        tree["preset"] = preset
-    for path, value in paths.items():
-        section, _, name = path.partition(".")
-        if name:
-            tree.setdefault(section, {})[name] = value
-        else:
-            tree[section] = value
-    return tree
+    chosen = {} if situation.is_demo else {"preset": preset}
+    return nest_paths({"workload": situation.workload, **chosen, **paths})
 
 
 def _build_config(situation: Situation, preset: str, paths: Mapping[str, Any]) -> RunConfig:
