@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from halfstep_train.config.dump import dump_values
 from halfstep_train.config.keys import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin
@@ -19,8 +21,9 @@ from halfstep_train.report.console import print_text
 
 def list_settings(loaded: Loaded) -> Iterator[tuple[str, object, Origin, str]]:
     """Yield key, value, origin and description of every setting, and of each key of an open section."""
+    whole = dump_values(loaded.config)
     for path, field in list_fields(type(loaded.config)).items():
-        value = operator.attrgetter(path)(loaded.config)
+        value: Any = functools.reduce(operator.getitem, path.split("."), whole)
         described = field.description or ""
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
             for key, item in value.items():
