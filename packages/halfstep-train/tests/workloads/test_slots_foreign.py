@@ -227,15 +227,14 @@ def test_a_word_may_add_a_key_that_their_reader_knows(written: Path) -> None:
 
 
 def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
-    from halfstep_train.cli.train import choose_new_folder, choose_resumed_folder, parse_timeout
+    from halfstep_train.cli.train import choose_new_folder, parse_timeout, refuse_lightning_checkpoint
 
     assert parse_timeout("00:11:30:00") == 41_400
     assert parse_timeout("01:02") == 62
     with pytest.raises(ConfigError, match="not a duration"):
         parse_timeout("soon")
     with pytest.raises(ConfigError, match="Lightning"):
-        choose_resumed_folder(None, Path("a.ckpt"))
-    assert choose_resumed_folder(None, Path("runs/a")) == Path("runs/a")
+        refuse_lightning_checkpoint(Path("a.ckpt"))
     with choose_new_folder(None, tmp_path / "logs", dry=False, name="slotcontrast") as place:
         assert place is not None
         assert place.parent == tmp_path / "logs"

@@ -96,10 +96,8 @@ def command(
     gpus: Annotated[str | None, option("How many GPUs (8), or which (0,1): one process each.", panel=RUN)] = None,
     out: Annotated[Path | None, option("The run's folder.", panel=RUN, show_default="runs/WORKLOAD-TIME")] = None,
     resume: Annotated[
-        Path | None, option("Continue the run in this folder.", panel=RUN, autocompletion=complete_run)
-    ] = None,
-    continue_from: Annotated[
-        Path | None, option("Same as --resume.", "--continue", panel=RUN, autocompletion=complete_run)
+        Path | None,
+        option("Continue the run in this folder.", "--resume", "--continue", panel=RUN, autocompletion=complete_run),
     ] = None,
     allow_changes: Annotated[
         bool, option("With --resume: accept changed settings.", "--allow-changes", panel=RUN)
@@ -134,7 +132,7 @@ def command(
     """
     from halfstep_train.run.launch import read_launch, read_launcher
 
-    resume = choose_resumed_folder(resume, continue_from)
+    refuse_lightning_checkpoint(resume)
     launcher = read_launcher(os.environ, 1 if gpus is None else parse_gpus(gpus)[0])
     loaded = load_config(arguments or [], settings, resume, overrides_file, launcher)
     if resume and out:
@@ -209,20 +207,13 @@ def load_config(
 def list_overrides(loaded: Loaded) -> list[str]:
     """Return every setting that is not a default as a KEY=VALUE override."""
     from halfstep_train.config.aliases import PER_RANK_KEYS
-    from halfstep_train.config.dump import dump_values
+    from halfstep_train.report.config_view import list_settings
 
-    given = [path for path, origin in loaded.origins.items() if origin.layer not in ("default", "launcher")]
-    found: dict[str, Any] = {}
-    whole = dump_values(loaded.config)
-    for path in (path for path in given if path != "workload"):
-        value: Any = whole
-        names: list[str] = []
-        for name in path.split("."):
-            if not isinstance(value, dict) or name not in value:  # below an open section the user chooses the keys
-                break
-            value = value[name]
-            names.append(name)
-        found[".".join(names)] = value
+    found: dict[str, Any] = {
+        path: value
+        for path, value, origin, _ in list_settings(loaded)
+        if origin.layer not in ("default", "launcher") and path != "workload"
+    }
     for path in loaded.per_rank:  # another number of ranks gives another total
         key = next(key for key, total in PER_RANK_KEYS.items() if total == path)
         found[key] = found.pop(path) // loaded.num_ranks
@@ -251,18 +242,13 @@ SAVING_S = 600
 """Seconds that ranks have to finish their step and save after Ctrl-C; torchrun's default is 30."""
 
 
-def choose_resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | None:
-    """Return the folder of --resume or of its synonym --continue."""
-    if resume and continue_from and resume != continue_from:
-        raise ConfigError(f"--resume {resume} and --continue {continue_from} are two runs", fix="keep one of them")
-    found = resume or continue_from
-    if found is not None and found.suffix == ".ckpt":
+def refuse_lightning_checkpoint(resume: Path | None) -> None:
+    if resume is not None and resume.suffix == ".ckpt":
         raise ConfigError(
-            f"{found} is a Lightning checkpoint",
+            f"{resume} is a Lightning checkpoint",
             why="halfstep cannot restore its optimizer state and data position",
-            fix=f"start a new run from its weights: model.weights={found}",
+            fix=f"start a new run from its weights: model.weights={resume}",
         )
-    return found
 
 
 @contextmanager
