@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import (
@@ -116,57 +117,46 @@ class Layout:
     """Whether the smallest mask value means "no class"."""
 
 
-def _make_known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:
-    names = [PairNames(images=part[0], masks=(part[1],)) for part in (train, val) if part]
-    return Layout(name=name, train=names[0], val=names[1] if val else None, **more)  # type: ignore[arg-type]
+def _make_known(name: str, images: str, masks: str, splits: tuple[str, ...] = ("",), **more: Any) -> Layout:
+    """Return a layout with these patterns, in which `{split}` is the folder of training, then of validation."""
+    train, *val = (
+        PairNames(images=images.replace("{split}", split), masks=(masks.replace("{split}", split),)) for split in splits
+    )
+    return Layout(name=name, train=train, val=val[0] if val else None, **more)
 
 
-CITY_IMAGES = "leftImg8bit/{}/**/{{id}}_leftImg8bit"
-CITY_MASKS = "gtFine/{}/**/{{id}}_gtFine_{}"
+TRAIN_VAL = ("train", "val")
+CITY_IMAGES, CITY_MASKS = "leftImg8bit/{split}/**/{id}_leftImg8bit", "gtFine/{split}/**/{id}_gtFine"
 
 KNOWN: tuple[Layout, ...] = (
     # training/mask/ is the camera's field of view, no label.
-    _make_known(
-        "DRIVE",
-        ("training/images/{id}_training", "training/1st_manual/{id}_manual1"),
-        ("test/images/{id}_test", "test/1st_manual/{id}_manual1"),
-    ),
-    _make_known("DRIVE, one part", ("images/{id}_*", "1st_manual/{id}_manual1")),
+    _make_known("DRIVE", "{split}/images/{id}_{split}", "{split}/1st_manual/{id}_manual1", ("training", "test")),
+    _make_known("DRIVE, one part", "images/{id}_*", "1st_manual/{id}_manual1"),
     # SegNet's version: 11 classes and, as value 11, everything else.
-    _make_known(
-        "CamVid", ("train/{id}", "trainannot/{id}"), ("val/{id}", "valannot/{id}"), ignored=11, has_background=False
-    ),
-    _make_known(
-        "CamVid", ("train/{id}", "train_labels/{id}_L"), ("val/{id}", "val_labels/{id}_L"), has_background=False
-    ),
-    _make_known("CamVid", ("images/{id}", "labels/{id}_P"), has_background=False),
+    _make_known("CamVid", "{split}/{id}", "{split}annot/{id}", TRAIN_VAL, ignored=11, has_background=False),
+    _make_known("CamVid", "{split}/{id}", "{split}_labels/{id}_L", TRAIN_VAL, has_background=False),
+    _make_known("CamVid", "images/{id}", "labels/{id}_P", has_background=False),
     # Of rows with one name the first that fits counts: the 19 classes for training, where they were made.
-    *(
-        _make_known(
-            "Cityscapes",
-            (CITY_IMAGES.format("train"), CITY_MASKS.format("train", kind)),
-            (CITY_IMAGES.format("val"), CITY_MASKS.format("val", kind)),
-            ignored=ignored,
-            has_background=False,
-        )
-        for kind, ignored in (("labelTrainIds", 255), ("labelIds", None))
-    ),
+    _make_known("Cityscapes", CITY_IMAGES, f"{CITY_MASKS}_labelTrainIds", TRAIN_VAL, ignored=255, has_background=False),
+    _make_known("Cityscapes", CITY_IMAGES, f"{CITY_MASKS}_labelIds", TRAIN_VAL, has_background=False),
     _make_known(
         "Pascal VOC",
-        ("JPEGImages/{id}", "SegmentationClass/{id}"),
+        "JPEGImages/{id}",
+        "SegmentationClass/{id}",
         lists=("ImageSets/Segmentation/train.txt", "ImageSets/Segmentation/val.txt"),
         ignored=255,
         some_without_masks=True,
     ),
     _make_known(
         "ADE20K",
-        ("images/training/{id}", "annotations/training/{id}"),
-        ("images/validation/{id}", "annotations/validation/{id}"),
+        "images/{split}/{id}",
+        "annotations/{split}/{id}",
+        ("training", "validation"),
         ignored=0,
         has_background=False,
     ),
-    _make_known("DSB2018", ("stage1_train/{id}/images/{id}", "stage1_train/{id}/masks/")),
-    _make_known("DSB2018", ("{id}/images/{id}", "{id}/masks/")),
+    _make_known("DSB2018", "stage1_train/{id}/images/{id}", "stage1_train/{id}/masks/"),
+    _make_known("DSB2018", "{id}/images/{id}", "{id}/masks/"),
 )
 
 FOLDER_NAMES = (
