@@ -21,18 +21,29 @@ SHOWN_CLASSES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationResult:
-    """The result of one evaluation, as plain values."""
+class UsedRun:
+    """The run that was used, and how."""
 
     run: str
     workload: str
     checkpoint: str
     weights: str
-    data: str
-    samples: int
     precision: str
     simulated: bool
     device: str
+    seconds: float = 0.0
+
+    def describe_precision(self) -> str:
+        """Return `bf16 on cuda:0`."""
+        return f"{self.precision}{' (simulated)' if self.simulated else ''} on {self.device}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult(UsedRun):
+    """The result of one evaluation, as plain values."""
+
+    data: str
+    samples: int
     metrics: Mapping[str, float]
     """As validation computes them in training."""
     scoring: str = ""
@@ -46,7 +57,6 @@ class EvaluationResult:
     hint: str = ""
     """Advice derived from the scores, if any."""
     files: tuple[str, ...] = ()
-    seconds: float = 0.0
 
     def to_json(self) -> str:
         """Return all fields as JSON."""
@@ -59,7 +69,7 @@ def show_evaluation(found: EvaluationResult, console: Console) -> None:
         "run": found.run,
         "checkpoint": f"{found.checkpoint}, weights {found.weights}",
         "data": f"{found.data}, {format_count(found.samples, 'sample')}",
-        "precision": f"{found.precision}{' (simulated)' if found.simulated else ''} on {found.device}",
+        "precision": found.describe_precision(),
         "scores": found.scoring,
         "scored at": found.scored_at,
     }
@@ -130,20 +140,12 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Predictions:
+class Predictions(UsedRun):
     """The result of one call, as plain values."""
 
-    run: str
-    workload: str
-    checkpoint: str
-    weights: str
-    precision: str
-    simulated: bool
-    device: str
     answers: tuple[Answer, ...]
     failed: tuple[Failure, ...] = ()
     out: str | None = None
-    seconds: float = 0.0
 
     def to_json(self) -> str:
         """Return all fields except the cells as JSON."""
@@ -163,11 +165,9 @@ def show_predictions(made: Predictions, console: Console) -> None:
         console.print(table)
     if len(answers) < len(made.answers):
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
-    how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
     where = f", written to {made.out}" if made.out else ""
-    console.print(
-        Text(f"\n{format_count(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
-    )
+    how = f"with {made.checkpoint} in {made.describe_precision()}{where}"
+    console.print(Text(f"\n{format_count(len(made.answers), 'file')} {how}"), soft_wrap=True)
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
 
