@@ -32,6 +32,8 @@ class Listener:
     """Receives every record of a run."""
 
     name: str
+    id = ""
+    """Identifies the run in the tracker, so that a resumed run continues it."""
     where = ""
     """How to see what it recorded; empty for callbacks."""
 
@@ -66,22 +68,19 @@ def open_trackers(
     quiet: bool = False,
 ) -> list[Listener]:
     """Open these trackers. `after_step` is the last recorded step of a resumed run."""
-    refuse_missing(names)
     file = folder / "tracking.json"
     ids: dict[str, str] = parse_json(file.read_text()) if file.is_file() else {}
     # Its rows, one per module, are in plan.json.
     plan = {key: value for key, value in plan.items() if isinstance(value, str | int | float)}
+    open_one: dict[str, Callable[[], Listener]] = {
+        "tensorboard": lambda: TensorBoard(folder, settings, plan, after_step=after_step),
+        "wandb": lambda: WandB(folder, settings, plan, run_id=ids.get("wandb"), quiet=quiet),
+        "mlflow": lambda: MLflow(folder, settings, plan, run_id=ids.get("mlflow")),
+    }
     opened: list[Listener] = []
     for name in names:
         try:
-            if name == "tensorboard":
-                opened.append(TensorBoard(folder, settings, plan, after_step=after_step))
-            elif name == "wandb":
-                opened.append(tracker := WandB(folder, settings, plan, run_id=ids.get(name), quiet=quiet))
-                ids[name] = tracker.id
-            else:
-                opened.append(tracked := MLflow(folder, settings, plan, run_id=ids.get(name)))
-                ids[name] = tracked.id
+            opened.append(open_one[name]())
         except Exception as error:
             for one in opened:
                 one.close(is_complete=False)
@@ -90,6 +89,7 @@ def open_trackers(
                 why="a tracker that cannot start would leave no trace of the run",
                 fix=START_FIXES[name],
             ) from error
+    ids |= {one.name: one.id for one in opened if one.id}
     if ids:
         write_atomically(file, json.dumps(ids) + "\n")
     return opened
