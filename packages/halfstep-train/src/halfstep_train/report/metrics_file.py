@@ -50,10 +50,7 @@ class MetricsFile:
 
 def encode(record: Mapping[str, object]) -> bytes:
     """Return the record's line in the file."""
-    return (
-        json.dumps({name: replace_non_finite(value) for name, value in record.items()}, allow_nan=False).encode()
-        + b"\n"
-    )
+    return json.dumps(replace_non_finite(record), allow_nan=False).encode() + b"\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
