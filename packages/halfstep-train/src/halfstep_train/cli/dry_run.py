@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.formats import DryRunTarget
-from halfstep_train.cli.options import (
-    ArgumentsOrRun,
-    BatchSize,
-    DataDir,
-    Device,
-    Json,
-    Trust,
-    load_arguments,
-    option,
-)
+from halfstep_train.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
@@ -47,11 +38,12 @@ def command(
 
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
-    flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
-    from halfstep_train.run.folder import is_run
+    flags: dict[str, object] = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
+    from halfstep_train.run.folder import is_run, load_target
 
-    # A run keeps the precision that it was trained in.
-    loaded = load_arguments(arguments, flags if is_run(arguments[0]) else {**flags, "precision": "fp32"}, trust=trust)
+    if not is_run(arguments[0]):  # a run keeps the precision that it was trained in
+        flags["precision"] = "fp32"
+    loaded = load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
     from halfstep_train.use.observe_step import dry_run
 
     rows = dry_run(arguments[0], loaded, target, trust=trust)
@@ -76,10 +68,8 @@ def _compute_badness(row: Judgement) -> float:
 
 def _convert_row(row: Judgement) -> dict[str, object]:
     headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
-    return {
-        "module": row.module, "kind": row.kind, "verdict": row.verdict, "headroom_bits": headroom, "lost": row.lost,
-        "remedy": row.remedy,
-    }  # fmt: skip
+    shown = {name: getattr(row, name) for name in ("module", "kind", "verdict", "lost", "remedy")}
+    return {**shown, "headroom_bits": headroom}
 
 
 def _show(rows: list[Judgement], target: str, *, every: bool) -> None:

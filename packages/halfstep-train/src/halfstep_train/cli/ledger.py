@@ -16,7 +16,6 @@ from halfstep_train.cli.options import (
     Precision,
     Simulate,
     Trust,
-    load_arguments,
     option,
 )
 
@@ -45,7 +44,9 @@ def command(
     """
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
     flags |= {"simulate": simulate}
-    loaded = load_arguments(arguments, flags, trust=trust)
+    from halfstep_train.run.folder import load_target
+
+    loaded = load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
     from halfstep_train.run.step_ledger import to_document
     from halfstep_train.use.observe_step import record_ledger
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import inspect
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from halfstep.errors import ConfigError, DataError
 from halfstep_train.cli.completion import complete_precision, complete_run, complete_target, complete_target_or_run
-
-if TYPE_CHECKING:
-    from halfstep_train.config.load import Loaded
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show without training"
 
@@ -71,13 +68,6 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
             why = f"the folder {path.parent} cannot be written to: {error.strerror}"
             fix = f"create it (mkdir -p {shlex.quote(str(path.parent))}), or choose a file in another folder"
             raise ConfigError(f"{option} {path} cannot be written", why=why, fix=fix) from error
-
-
-def load_arguments(arguments: Sequence[str], flags: Mapping[str, object], *, trust: bool) -> Loaded:
-    """Load a run, config or workload; what cannot be loaded is refused before torch is imported."""
-    from halfstep_train.run.folder import load_target
-
-    return load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
 
 
 def refuse_bad_run(run: Path, out: Path | None, data: Path | None = None) -> None:

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfstep.errors import suggest_own_install
-from halfstep_train.cli.options import (
-    ArgumentsOrRun,
-    DataDir,
-    Device,
-    Json,
-    Precision,
-    Simulate,
-    Trust,
-    load_arguments,
-)
+from halfstep_train.cli.options import ArgumentsOrRun, DataDir, Device, Json, Precision, Simulate, Trust
 
 if TYPE_CHECKING:
     from halfstep_train.use.verify import ProofLine
@@ -49,7 +40,10 @@ def command(
         halfstep verify configs/train.yaml --precision bf16
     """
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
-    loaded, target = load_arguments(arguments, flags, trust=trust), arguments[0]
+    target, *overrides = arguments
+    from halfstep_train.run.folder import load_target
+
+    loaded = load_target(target, flags=flags, overrides=overrides, trust=trust)
     from halfstep_train.use.verify import verify
 
     lines = [check_configuration(target), *verify(target, loaded, trust=trust)]
