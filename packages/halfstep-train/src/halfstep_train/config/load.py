@@ -26,13 +26,7 @@ from halfstep_train.config.foreign import has_key, translate_document
 from halfstep_train.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
 from halfstep_train.config.precision_claims import Stated, make_disagreement, read_layer
 from halfstep_train.config.references import Place, References, find_references
-from halfstep_train.config.schema import (
-    OPTIMIZER_OPTIONS,
-    SCHEDULE_OPTIONS,
-    RunConfig,
-    Schemas,
-    is_import_path,
-)
+from halfstep_train.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path
 from halfstep_train.config.section import convert_for_field, count_cores
 from halfstep_train.config.statements import (
     DEFAULT,
@@ -79,50 +73,42 @@ def load(
 
     `overrides_file` is merged into the first file before it is read.
     """
-    given = flags or {}
-    statements = [*parse_overrides(overrides), *parse_flags(given)]
-    if is_file(target, kinds):
-        document = read_yaml(Path(target))
-        if overrides_file is not None:
-            document = document.merge(read_yaml(overrides_file))
-        # A file that names no workload may be another project's.
-        if find_strongest("workload", statements) is None and "workload" not in document.values:
-            return load_foreign(document, overrides, given, kinds, launcher)
+    given = parse_flags(flags or {})
+    statements = [*parse_overrides(overrides), *given]
+    if not is_file(target, kinds):
+        in_file = read_file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
+        return resolve([*in_file, name_workload(target), *statements], kinds, launcher)
+    document = read_yaml(Path(target))
+    if overrides_file is not None:
+        document = document.merge(read_yaml(overrides_file))
+    if find_strongest("workload", statements) is not None or "workload" in document.values:
         return resolve([*read_file_statements(document), *statements], kinds, launcher)
-    named = Statement(path="workload", value=target, origin=Origin(layer="flag", where=target, key="WORKLOAD"))
-    in_file = read_file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
-    return resolve([*in_file, named, *statements], kinds, launcher)
-
-
-def load_foreign(
-    document: Document,
-    overrides: Sequence[str],
-    flags: Mapping[str, object],
-    kinds: Schemas,
-    launcher: Launcher | None,
-) -> Loaded:
-    """Load a file that names no workload: another project's config, if a family can translate it."""
+    # A file that names no workload may be another project's.
     found = translate_document(document, overrides, kinds.list_translators())
     if found is None:
-        fix = "add `workload: unet` to the file"
-        if "distributed_type" in document.values:
-            fix = "this is accelerate's launch config: give it to `halfstep check`, together with a training config"
-        elif has_key(document.values, "trainer.amp"):
-            fix = "add `workload: radiodiff` to the file (any workload reads trainer.amp and trainer.fp16)"
-        raise ConfigError(
-            f"{document.name}: no workload is named",
-            why="the file has no `workload` key, and no supported project writes files like it",
-            fix=fix,
-        )
-    statements = [*found.statements, *parse_overrides(found.overrides), *parse_flags(flags)]
-    loaded = resolve(statements, kinds, launcher, is_whole=True)
+        raise make_nameless_error(document)
+    loaded = resolve([*found.statements, *parse_overrides(found.overrides), *given], kinds, launcher, is_whole=True)
     return replace(loaded, notes=(*found.notes, *loaded.notes))
+
+
+def make_nameless_error(document: Document) -> ConfigError:
+    """Return the error for a file that names no workload and that no family can translate."""
+    fix = "add `workload: unet` to the file"
+    if "distributed_type" in document.values:
+        fix = "this is accelerate's launch config: give it to `halfstep check`, together with a training config"
+    elif has_key(document.values, "trainer.amp"):
+        fix = "add `workload: radiodiff` to the file (any workload reads trainer.amp and trainer.fp16)"
+    why = "the file has no `workload` key, and no supported project writes files like it"
+    return ConfigError(f"{document.name}: no workload is named", why=why, fix=fix)
 
 
 def load_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
     """Load a Python dict, flat (`use_amp`, `num_epochs`) or nested as in a file."""
-    named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
-    return resolve([*make_layer_statements(values, "file", "config dict"), named], kinds)
+    return resolve([*make_layer_statements(values, "file", "config dict"), name_workload(workload)], kinds)
+
+
+def name_workload(workload: str) -> Statement:
+    return Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
 
 
 def is_file(target: str, workloads: Iterable[str]) -> bool:
