@@ -20,7 +20,6 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ from halfstep_train.data.loader import make_shared_bytes
 
 ATTEMPTS = 10
 """Boxes tried before falling back to the largest box of an allowed ratio (for panoramas), as torchvision does."""
-GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 CROP_AREA, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -79,20 +78,12 @@ def make_centre_boxes(sizes: Array, share: float) -> Array:
 
 def draw_uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
     """Draw numbers (N, count) in [0, 1), each row a function of (seed, epoch, index) alone."""
-    rows = _mix(_hash_key(seed, epoch) ^ np.asarray(indices).astype(np.uint64))
-    bits: Array = _mix(rows[:, None] + _make_steps(count)) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
-    return bits * 2.0**-53
-
-
-@lru_cache(maxsize=16)
-def _hash_key(seed: int, epoch: int) -> Array:
     # An array of one: numpy's scalars warn on overflow, which is intended here; arrays wrap around silently.
-    return _mix(_mix(np.array([seed], dtype=np.uint64) + np.uint64(GOLDEN)) ^ np.uint64(epoch))
-
-
-@lru_cache(maxsize=16)
-def _make_steps(count: int) -> Array:
-    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    key = _mix(_mix(np.array([seed], dtype=np.uint64) + GOLDEN) ^ np.uint64(epoch))
+    rows = _mix(key ^ np.asarray(indices).astype(np.uint64))
+    steps = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
+    bits: Array = _mix(rows[:, None] + steps) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
+    return bits * 2.0**-53
 
 
 def _mix(bits: Array) -> Array:
