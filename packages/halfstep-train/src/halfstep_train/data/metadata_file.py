@@ -36,19 +36,17 @@ def read_labels(
     if table is None:
         return None
     found: dict[str, list[Path]] = {}
-    # One table at the root may list several splits: only rows inside `folder` count.
-    inside, rows = folder.resolve(), 0
+    num_rows = 0
     for number, row in _iterate_rows(table):
-        if rows == 0 and not column and _has_class_folders_instead(row, folder):
+        if num_rows == 0 and not column and _has_class_folders_instead(row, folder):
             return None
+        num_rows += 1
         label = _read_label(table, number, row, [column] if column else usual)
-        path = _find_image(table, number, row, root)
-        rows += 1
-        if path.resolve().is_relative_to(inside):
+        if path := _find_image(table, number, row, folder, root):
             found.setdefault(label, []).append(path)
-    if rows > FEW_ROWS and len(found) > rows // 2:
+    if num_rows > FEW_ROWS and len(found) > num_rows // 2:
         raise DataError(
-            f"{table} has {len(found)} different labels in {rows} rows: {list_some(found, 3)}",
+            f"{table} has {len(found)} different labels in {num_rows} rows: {list_some(found, 3)}",
             why="these are captions, not classes",
             fix="name the column with the classes: data.label_column=NAME",
         )
@@ -71,16 +69,15 @@ def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
             fix=f'metadata.jsonl with lines {{"{FILE_COLUMN}": "1.png", "{column}": "a red circle"}}',
         )
     found: dict[Path, str] = {}
-    inside = folder.resolve()
     for number, row in _iterate_rows(table):
-        path, caption = _find_image(table, number, row, root), row.get(column)
+        path, caption = _find_image(table, number, row, folder, root), row.get(column)
         if not isinstance(caption, str):
             raise DataError(
                 f"{table}, line {number}: the caption in {column!r} is {caption!r}, not a string",
                 why=f"the line has {list_some(row, 10)}",
                 fix="correct the line, or name the column with the captions: data.text_column=NAME",
             )
-        if path.resolve().is_relative_to(inside):
+        if path is not None:
             found[path] = caption
     return found
 
@@ -143,7 +140,8 @@ def _read_label(table: Path, number: int, row: dict[str, Any], columns: Sequence
     return str(label)
 
 
-def _find_image(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
+def _find_image(table: Path, number: int, row: dict[str, Any], folder: Path, root: Path) -> Path | None:
+    """Return the image of a row; None if it is not inside `folder`: a table at the root may list several splits."""
     name = row.get(FILE_COLUMN)
     if not isinstance(name, str) or not name:
         raise DataError(
@@ -160,4 +158,4 @@ def _find_image(table: Path, number: int, row: dict[str, Any], root: Path) -> Pa
     # A table from elsewhere must not make training read other files: `..` and links are resolved first.
     if not path.resolve().is_relative_to(root.resolve()):
         raise DataError(f"{table}, line {number} names {name}, outside of {root}", fix="move the image below data.dir")
-    return path
+    return path if path.resolve().is_relative_to(folder.resolve()) else None
