@@ -6,7 +6,6 @@ in which.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -16,8 +15,6 @@ from torch.nn import functional as F
 from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island, to_fp32
 
-WIDEST = 8
-"""Largest number of channels, as a multiple of the first layer's."""
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512)
 """Channels of VGG16's convolutions; 0 halves the image. Features before each halving, and the last, are compared."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -26,15 +23,13 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class PatchGan(nn.Module):
     """Compute logits (N, 1, h, w) of images: positive where a patch looks real."""
 
-    def __init__(self, *, image_channels: int = 3, channels: int = 64, num_halvings: int = 3) -> None:
+    def __init__(self, *, image_channels: int = 3) -> None:
         super().__init__()
-        widths = [channels * min(2**level, WIDEST) for level in range(num_halvings + 1)]
-        layers: list[nn.Module] = [nn.Conv2d(image_channels, widths[0], 4, 2, 1), nn.LeakyReLU(0.2)]
-        for level, (before, after) in enumerate(zip(widths[:-1], widths[1:], strict=True), start=1):
-            stride = 2 if level < num_halvings else 1
-            norm = nn.GroupNorm(math.gcd(32, after), after)
+        layers: list[nn.Module] = [nn.Conv2d(image_channels, 64, 4, 2, 1), nn.LeakyReLU(0.2)]
+        for before, after, stride in ((64, 128, 2), (128, 256, 2), (256, 512, 1)):
+            norm = nn.GroupNorm(32, after)
             layers += [nn.Conv2d(before, after, 4, stride, 1, bias=False), norm, nn.LeakyReLU(0.2)]
-        self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, 1, 1))
+        self.layers = nn.Sequential(*layers, nn.Conv2d(512, 1, 4, 1, 1))
 
     def forward(self, image: Tensor) -> Tensor:
         return self.layers(image)
