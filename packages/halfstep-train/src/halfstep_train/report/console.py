@@ -111,12 +111,8 @@ def make_rows_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Tab
     """Make a table from rows of text; words in WORD_STYLES are coloured."""
     table = make_plain_table(*titles)
     for row in rows:
-        table.add_row(*(colour_word(cell) for cell in row))
+        table.add_row(*(Text(make_printable(cell), style=WORD_STYLES.get(cell, "")) for cell in row))
     return table
-
-
-def colour_word(word: str) -> Text:
-    return Text(make_printable(word), style=WORD_STYLES.get(word, ""))
 
 
 def open_result_console(pipe_width: int = 1000) -> Console:
