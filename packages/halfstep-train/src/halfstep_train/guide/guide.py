@@ -38,7 +38,7 @@ from halfstep_train.report.console import make_pairs_table
 from halfstep_train.workloads import KINDS
 
 Value = TypeVar("Value")
-NO_DEFAULT = ""
+GRID = "samples.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Question:
     text: str
     choices: Mapping[str, str] = field(default_factory=dict)
     """Explanation by name; empty if any text is allowed."""
-    default: str = NO_DEFAULT
+    default: str = ""
     empty_means: str = ""
     """What an empty answer means, if not the default."""
 
@@ -86,10 +86,8 @@ class Prompt:
             except Interrupted:
                 raise
             except HalfstepError as error:
-                self.console.print(Text(error.what, style="red"))
-                for label, text in (("why", error.why), ("fix", error.fix)):
-                    if text:
-                        self.console.print(Text(f"  {label}: {text}"))
+                what, *advice = str(error).split("\n")
+                self.console.print(Text(what, style="red"), *map(Text, advice), sep="\n")
 
     def finish(self) -> None:
         """Do nothing: a person answers only what is asked."""
@@ -220,12 +218,10 @@ def guide(asker: Asker, console: Console, hardware: Hardware, device: str | None
     # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
-    files = [file]
     file.write_text(chosen.to_yaml(), encoding="utf-8")
-    files.append(find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png"))
-    shutil.copyfile(_get_grid_path(scratch), files[-1])
-    console.print()
-    console.print(Text(f"Wrote {', '.join(map(str, files))}", style="green"), soft_wrap=True)
+    picture = find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")
+    shutil.copyfile(scratch / GRID, picture)
+    console.print(Text(f"\nWrote {file}, {picture}", style="green"), soft_wrap=True)
     console.print(Text("Train with:"))
     console.print(Text(f"  {suggest_command('train', file)}", style="bold"), soft_wrap=True)
     return file, start
@@ -249,7 +245,7 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
             return inspect_data(workload, make_absolute(os.path.expanduser(answer)))
 
     found = asker.ask(DATA, inspect)
-    grid = _get_grid_path(scratch)
+    grid = scratch / GRID
     save_grid(found, grid)
     console.print(make_pairs_table(describe_data(found)))
     if asker.is_watched:
@@ -291,10 +287,6 @@ def check_new_file(answer: str) -> Path:
     if not os.path.isdir(path.parent):
         raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
     return path
-
-
-def _get_grid_path(scratch: Path) -> Path:
-    return scratch / "samples.png"
 
 
 def show_machine(console: Console, hardware: Hardware) -> None:

@@ -174,20 +174,17 @@ class Situation:
     def is_demo(self) -> bool:
         return self.data.is_demo
 
-    @property
-    def memory_bytes(self) -> int:
-        return self.hardware.memory_free_bytes or self.hardware.memory_total_bytes
-
 
 def choose_batch(
     situation: Situation, preset: str, start: RunConfig, cost: StepCost
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Choose batch and accumulation: the recipe's samples per step, more for `fast`, limited by data and memory."""
-    num_train, memory = situation.data.num_train, situation.memory_bytes
+    num_train, hardware = situation.data.num_train, situation.hardware
+    memory = hardware.memory_free_bytes or hardware.memory_total_bytes
     recipe = start.train.batch_size * start.train.accumulate
     fits = _round_to_power_of_two(cost.find_largest_batch(memory)) if memory else recipe
     # A larger batch is not faster on a CPU.
-    grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
+    grows = preset == "fast" and not situation.is_demo and hardware.kind != "cpu"
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
     # A quarter if the recipe's batch is small: a U-Net's BatchNorm sees many pixels of few samples.
     smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
