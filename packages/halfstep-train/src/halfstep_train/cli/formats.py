@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.formats import FORMATS, Fate, Format, find_fate
+from halfstep.formats import FORMATS, Fate, find_fate
 from halfstep_train.report.console import make_columns_table, make_rows_table
 
 FACTS = (
@@ -41,39 +41,33 @@ def command(
     """
     fates = {value: [find_fate(value, fmt) for fmt in FORMATS.values()] for value in values or ()}
     if as_json:
-        print_json(fates)
-    else:
-        print_tables(fates)
-
-
-def print_tables(fates: dict[str, list[Fate]]) -> None:
-    """Print the formats, or what each number becomes in them."""
+        return print_json(fates)
     console = Console()
     if not fates:
-        console.print(make_formats_table(FORMATS.values()), "")
+        console.print(make_formats_table(), "")
         console.print(
             "fp8_e4m3 has no infinity: values that are too large become nan. tf32 is stored in 32 bits.", style="dim"
         )
     for value, rows in fates.items():
         console.print(Text(value, style="bold underline"), make_fates_table(rows), "", sep="\n")
+    return None
 
 
 def print_json(fates: dict[str, list[Fate]]) -> None:
-    answer: object = {value: {fate.format: describe_fate(fate) for fate in rows} for value, rows in fates.items()}
+    def describe(fate: Fate) -> dict[str, object]:
+        # JSON has neither inf nor nan.
+        result = fate.result if math.isfinite(fate.result) else str(fate.result)
+        return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
+
+    answer: object = {value: {fate.format: describe(fate) for fate in rows} for value, rows in fates.items()}
     if not fates:
         answer = {fmt.name: {fact: getattr(fmt, fact) for fact in FACTS} for fmt in FORMATS.values()}
     typer.echo(json.dumps(answer, indent=2, allow_nan=False))
 
 
-def describe_fate(fate: Fate) -> dict[str, object]:
-    # JSON has neither inf nor nan.
-    result = fate.result if math.isfinite(fate.result) else str(fate.result)
-    return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
-
-
-def make_formats_table(formats: Iterable[Format]) -> Table:
+def make_formats_table() -> Table:
     """Build the table of number formats."""
-    listed = tuple(formats)
+    listed = FORMATS.values()
     columns = {
         "format": [f.name for f in listed],
         "bits": [str(f.bits) for f in listed],
@@ -90,8 +84,7 @@ def make_formats_table(formats: Iterable[Format]) -> Table:
 def make_fates_table(fates: Iterable[Fate]) -> Table:
     """Build the table of what one number becomes in each format."""
     # Enough digits to tell neighbouring numbers apart: 17 for fp64, 9 for fp32.
-    digits = {"fp64": 17}
-    rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _format_loss(f)) for f in fates)
+    rows = ((f.format, f"{f.result:.{17 if f.format == 'fp64' else 9}g}", f.kind, _format_loss(f)) for f in fates)
     return make_rows_table(("format", "becomes", "fate", "relative error"), rows)
 
 
