@@ -28,8 +28,9 @@ Memory = Mapping[str, int] | str
 
 def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str:
     """Render the page of one or several runs; `memory` is the predicted memory of each run's step."""
-    title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
-    title = title if len(runs) == 1 else ", ".join(run.name for run in runs)
+    title = ", ".join(run.name for run in runs)
+    if len(runs) == 1:
+        title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', title)}".strip()
 
     def render_each(heading: str, render: Callable[[RunRecord], str], has_any: Callable[[RunRecord], object]) -> str:
         found = [(f"{heading}: {run.name}" if len(runs) > 1 else heading, run) for run in runs if has_any(run)]
@@ -103,15 +104,10 @@ def _render_cards(run: RunRecord) -> str:
 
 
 def _render_charts(charts: Sequence[Chart]) -> str:
-    hint = (
-        "<p class=faint>Zoom with the wheel or + and −, pan by dragging or with arrow keys, "
-        "reset with a double click or 0.</p>"
-    )
-    return (
-        hint + f"<div class=charts>{''.join(map(_render_chart, charts))}</div>"
-        if charts
-        else "<p>Nothing is recorded.</p>"
-    )
+    if not charts:
+        return "<p>Nothing is recorded.</p>"
+    hint = "Zoom with the wheel or + and −, pan by dragging or with arrow keys, reset with a double click or 0."
+    return f"<p class=faint>{hint}</p><div class=charts>{''.join(map(_render_chart, charts))}</div>"
 
 
 def _render_chart(chart: Chart) -> str:
@@ -322,12 +318,13 @@ MOST_POINTS = 800
 BY_PHASE = {"loss", "grad_norm", "lr"}
 """Values recorded per phase if phases alternate."""
 MONITOR = {
-    "utilization": "GPU busy, %",
-    "power_w": "power, W",
-    "clock_mhz": "clock, MHz",
-    "temperature_c": "temperature, °C",
-    "memory_bytes": "device memory, GB",
+    "utilization": ("GPU busy, %", 1.0),
+    "power_w": ("power, W", 1.0),
+    "clock_mhz": ("clock, MHz", 1.0),
+    "temperature_c": ("temperature, °C", 1.0),
+    "memory_bytes": ("device memory, GB", 1e-9),
 }
+"""Title and scale of the chart of each value that the GPU's monitor records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,7 +388,10 @@ def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         Chart(title="gradient norm", x="step", log=True, series=[*_build_series(runs, "train", "grad_norm")]),
         Chart(title="loss scale", x="step", log=True, series=scales),
         Chart(title=format_rate_unit(rate), x="step", series=[*_build_series(runs, "train", rate)]),
-        *(_build_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
+        *(
+            Chart(title=title, x="seconds", series=[*_build_series(runs, "monitor", key, scale=scale)])
+            for key, (title, scale) in MONITOR.items()
+        ),
     ]
     charts = [replace(chart, series=[line for line in chart.series if line.points]) for chart in charts]
     # Charts over the same quantity share their axis, so that what happened at one step is found in all of them.
@@ -412,15 +412,18 @@ def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     ]
 
 
-def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:
+def _build_series(
+    runs: Sequence[RunRecord], kind: str, key: str, label: str = "", *, scale: float = 1.0
+) -> Iterable[Series]:
     """Yield one series per run, with separate colours for training and validation of a single run, and per phase."""
     is_validation = label == "validation"
     for run, name, first in _distinguish_runs(runs):
+        records, axis = (run.monitor, "elapsed_s") if kind == "monitor" else (run.select_kind(kind), "step")
         in_turn = run.phases if kind == "train" and key in BY_PHASE else []
         # With one run, validation gets a colour of its own; with several, colours tell the runs apart.
         first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
         for number, phase in enumerate(in_turn or [""]):
-            points = _collect_points(run.select_kind(kind), "step", f"{key}/{phase}" if phase else key)
+            points = [(x, y * scale) for x, y in _collect_points(records, axis, f"{key}/{phase}" if phase else key)]
             series_name = f"{name} {phase or label}".strip()
             yield Series(name=series_name, points=points, dashed=is_validation, colour=first + number)
 
@@ -432,14 +435,6 @@ def _distinguish_runs(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, st
         name = run.name if names.count(run.name) == 1 else f"{run.name} ({number})"
         yield run, name if len(runs) > 1 else "", colour
         colour += len(run.phases or [""])
-
-
-def _build_monitor_chart(runs: Sequence[RunRecord], key: str, title: str) -> Chart:
-    scale, found = 1e-9 if key.endswith("bytes") else 1.0, []
-    for run, name, colour in _distinguish_runs(runs):
-        points = [(x, y * scale) for x, y in _collect_points(run.monitor, "elapsed_s", key)]
-        found.append(Series(name=name, points=points, colour=colour))
-    return Chart(title=title, x="seconds", series=found)
 
 
 def _collect_points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
