@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfstep.formats import DryRunTarget
-from halfstep_train.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option
+from halfstep_train.cli.options import ArgumentsOrRun, Json, Trust, add_flags, option
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
 
 
+@add_flags("data_dir", "batch_size", "device")
 def command(
     arguments: ArgumentsOrRun,
     target: Annotated[DryRunTarget, option("The format.")],
-    data_dir: DataDir = None,
-    batch_size: BatchSize = None,
-    device: Device = None,
     picture: Annotated[
         Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
     ] = None,
     every: Annotated[bool, option("Also show modules that fit.", "--all")] = False,
     trust: Trust = False,
     as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Predict whether a format would work: per module, what would overflow, flush to zero or lose updates.
 
@@ -38,12 +37,11 @@ def command(
 
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
-    flags: dict[str, object] = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
     from halfstep_train.run.folder import is_run, load_target
 
     if not is_run(arguments[0]):  # a run keeps the precision that it was trained in
-        flags["precision"] = "fp32"
-    loaded = load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
+        settings["precision"] = "fp32"
+    loaded = load_target(arguments[0], flags=settings, overrides=arguments[1:], trust=trust)
     from halfstep_train.use.observe_step import dry_run
 
     rows = dry_run(arguments[0], loaded, target, trust=trust)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from halfstep_train.cli.options import (
-    ArgumentsOrRun,
-    BatchSize,
-    DataDir,
-    Device,
-    Json,
-    Precision,
-    Simulate,
-    Trust,
-    option,
-)
+from halfstep_train.cli.options import ArgumentsOrRun, Json, Trust, add_flags, option
 
 
+@add_flags("precision", "data_dir", "batch_size", "device", "simulate")
 def command(
     arguments: ArgumentsOrRun,
-    precision: Precision = None,
-    data_dir: DataDir = None,
-    batch_size: BatchSize = None,
-    device: Device = None,
-    simulate: Simulate = None,
     strict: Annotated[bool, option("Exit with 1 if anything differs from the plan.", "--strict")] = False,
     trust: Trust = False,
     as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Show which format each module's matmuls, convolutions and attention really computed in, compared with the plan.
 
@@ -42,11 +29,9 @@ def command(
 
         halfstep ledger runs/unet-20250101-120000 --strict
     """
-    flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
-    flags |= {"simulate": simulate}
     from halfstep_train.run.folder import load_target
 
-    loaded = load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
+    loaded = load_target(arguments[0], flags=settings, overrides=arguments[1:], trust=trust)
     from halfstep_train.run.step_ledger import to_document
     from halfstep_train.use.observe_step import record_ledger
 

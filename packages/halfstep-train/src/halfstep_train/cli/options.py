@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -37,15 +37,15 @@ def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def add_flags(flags: type) -> Callable[[Command], Command]:
-    """Add the flags that a class declares to a command, which receives them as `**settings`."""
+def add_flags(*names: str) -> Callable[[Command], Command]:
+    """Add flags of FLAGS to a command, which receives them as `**settings`; None means that a flag was not given."""
 
     def add(command: Command) -> Command:
         # typer reads the signature: replace `**settings` by one parameter per flag, after the positional one.
         first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
-        hints = get_type_hints(flags, include_extras=True)
-        more = [first.replace(name=name, annotation=hint, default=getattr(flags, name)) for name, hint in hints.items()]
-        command.__signature__ = inspect.Signature([first, *more, *own])  # type: ignore[attr-defined]
+        more = [first.replace(name=name, annotation=FLAGS[name], default=None) for name in names]
+        required_first = sorted([first, *more, *own], key=lambda one: one.default is not one.empty)
+        command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
         return command
 
     return add
@@ -104,23 +104,8 @@ RunFolder = Annotated[
     typer.Argument(metavar="RUN", help="A run's folder, created by `halfstep train`.", autocompletion=complete_run),
 ]
 
-Precision = Annotated[
-    str | None,
-    option(
-        "auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's spelling.",
-        panel=PRECISION,
-        autocompletion=complete_precision,
-    ),
-]
 Strict = Annotated[bool | None, option("Refuse a format that the device lacks.", "--strict", panel=PRECISION)]
-Simulate = Annotated[
-    bool | None, option("Simulate the numerics of a format that this hardware lacks.", "--simulate", panel=PRECISION)
-]
 DataDir = Annotated[str | None, option("Data folder; default: demo data.", panel=DATA)]
-BatchSize = Annotated[int | None, option("Samples per micro-batch.", panel=DATA)]
-ImageSize = Annotated[int | None, option("Image side in pixels.", panel=DATA)]
-Epochs = Annotated[int | None, option("Passes over the training set.", panel=DATA)]
-MaxSteps = Annotated[int | None, option("At most this many steps; 0: no limit.", panel=DATA)]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN, callback=refuse_unknown_device)]
 UsedDevice = Annotated[
     str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.", callback=refuse_unknown_device)
@@ -131,3 +116,44 @@ Trust = Annotated[
     bool, option("Import the run's custom code, even if it is not the code that you trained the run with.", "--trust")
 ]
 Json = Annotated[bool, option("Print JSON.", "--json")]
+
+
+def _flag(kind: type, help: str, *names: str, panel: str, **more: Any) -> Any:
+    """Return the annotation of an optional flag."""
+    return Annotated[kind | None, option(help, *names, panel=panel, **more)]
+
+
+PRECISIONS = "auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's spelling."
+SIMULATE = "Simulate the numerics of a format that this hardware lacks."
+MIXED = "Mixed precision on (bf16, or --precision-type) or off (fp32)."
+PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit."
+LEDGER = "Record the formats that steps really compute in, once per mode."
+WATCH = "Measure all modules every N steps; warn before an overflow."
+TRACKERS = "Trackers: tensorboard, wandb, mlflow, or several: wandb,mlflow."
+FLAGS: dict[str, Any] = {
+    "precision": _flag(str, PRECISIONS, panel=PRECISION, autocompletion=complete_precision),
+    "mixed_precision": _flag(bool, MIXED, panel=PRECISION),
+    "precision_type": _flag(str, "With --mixed-precision: bf16 or fp16.", panel=PRECISION),
+    "bf16": _flag(bool, "Same as --precision bf16.", "--bf16", panel=PRECISION),
+    "fp16": _flag(bool, "Same as --precision fp16.", "--fp16", panel=PRECISION),
+    "use_optimizations": _flag(bool, "TF32 instead of strict fp32.", "--use-optimizations", panel=PRECISION),
+    "strict": Strict,
+    "simulate": _flag(bool, SIMULATE, "--simulate", panel=PRECISION),
+    "data_dir": DataDir,
+    "batch_size": _flag(int, "Samples per micro-batch.", panel=DATA),
+    "image_size": _flag(int, "Image side in pixels.", panel=DATA),
+    "epochs": _flag(int, "Passes over the training set.", panel=DATA),
+    "max_steps": _flag(int, "At most this many steps; 0: no limit.", panel=DATA),
+    "lr": _flag(float, "Learning rate.", panel=DATA),
+    "num_workers": _flag(int, "Worker processes that read the data.", panel=DATA),
+    "seed": _flag(int, "Seed for weights, order and augmentation.", panel=DATA),
+    "preset": _flag(str, PRESETS, panel=DATA),
+    "device": Device,
+    "ledger": _flag(bool, LEDGER, "--ledger", panel=RUN),
+    "ledger_every": _flag(int, "Like --ledger, and again every N steps.", panel=RUN),
+    "watch": _flag(int, WATCH, panel=RUN),
+    "track": _flag(str, TRACKERS, panel=RUN),
+    "quiet": _flag(bool, "Only warnings and the summary.", "--quiet", "-q", panel=RUN),
+    "verbose": _flag(bool, "Print every metric of each epoch.", "--verbose", "-v", panel=RUN),
+}
+"""Flags that set a config key, by their name in config/aliases.py."""

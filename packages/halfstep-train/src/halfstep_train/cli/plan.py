@@ -11,23 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from halfstep.errors import ConfigError
-from halfstep_train.cli.options import Arguments, DataDir, Device, Json, Precision, Simulate, Strict, option
+from halfstep_train.cli.options import Arguments, Json, add_flags, option
 
 if TYPE_CHECKING:
     from halfstep_train.config.load import Loaded
     from halfstep_train.config.schema import RunConfig
 
 
+@add_flags("precision", "data_dir", "device", "strict", "simulate")
 def command(
     arguments: Arguments,
-    precision: Precision = None,
-    data_dir: DataDir = None,
-    device: Device = None,
     gpu: Annotated[
         str | None, option("Plan for this GPU, which need not be in this machine: v100, 'RTX 4090'.")
     ] = None,
-    strict: Strict = None,
-    simulate: Simulate = None,
     memory: Annotated[bool, option("Predict peak memory by component, without running.", "--memory")] = False,
     fit: Annotated[
         str | None, option("With --memory: find the largest batch for this much memory, such as 24GB.")
@@ -37,6 +33,7 @@ def command(
         Literal["eager", "compile", "graph"] | None, option("With --memory: only this; default: all.")
     ] = None,
     as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Show the precision plan that `halfstep train` would use: format and reason per module.
 
@@ -52,8 +49,15 @@ def command(
 
         halfstep plan gpt2_xl --memory --ranks 4 --fit 24GB
     """
-    flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
-    loaded = load_config(arguments, flags, gpu=gpu)
+    from halfstep.hardware.gpus import look_up_gpu
+    from halfstep_train.run.folder import refuse_missing_paths
+    from halfstep_train.run.launch import read_launcher
+    from halfstep_train.workloads import load
+
+    if gpu:  # refused before torch is imported, like a missing path
+        look_up_gpu(gpu)
+    loaded = load(arguments[0], flags=settings, overrides=arguments[1:], launcher=read_launcher(os.environ))
+    refuse_missing_paths(loaded.config)
     size = read_size(fit) if fit else 0
     if memory:
         from rich.console import Console
@@ -61,9 +65,9 @@ def command(
         with Console(stderr=True).status("loading torch and building the model") as status:
             from halfstep_train.use.plan_memory import convert_plan, plan_memory, print_memory
 
-            config, is_made_up = _load_full_size(loaded, arguments, flags)
+            config, is_made_up = _load_full_size(loaded, arguments, settings)
             asked: dict[str, Any] = {"gpu": gpu, "size": size, "ranks": ranks, "mode": mode}
-            plan = plan_memory(config, flags, status.update, **asked, is_made_up=is_made_up)
+            plan = plan_memory(config, settings, status.update, **asked, is_made_up=is_made_up)
         return typer.echo(json.dumps(convert_plan(plan), indent=2)) if as_json else print_memory(plan)
     for name, value in (("--fit", fit), ("--ranks", ranks), ("--mode", mode)):
         if value is not None:
@@ -74,20 +78,6 @@ def command(
     if as_json:
         return typer.echo(decided.to_json())
     return typer.echo(str(decided))  # its warnings are its last lines
-
-
-def load_config(arguments: Sequence[str], flags: Flags, *, gpu: str | None) -> Loaded:
-    """Load the config; refuse missing paths and an unknown GPU before torch is imported."""
-    from halfstep.hardware.gpus import look_up_gpu
-    from halfstep_train.run.folder import refuse_missing_paths
-    from halfstep_train.run.launch import read_launcher
-    from halfstep_train.workloads import load
-
-    if gpu:
-        look_up_gpu(gpu)
-    loaded = load(arguments[0], flags=flags, overrides=arguments[1:], launcher=read_launcher(os.environ))
-    refuse_missing_paths(loaded.config)
-    return loaded
 
 
 NO_FOLDER = "random"

@@ -23,19 +23,10 @@ from halfstep.errors import ConfigError, RankLost, format_count
 from halfstep_train.cli.completion import complete_run
 from halfstep_train.cli.options import (
     DATA,
-    PRECISION,
+    FLAGS,
     RUN,
     SHOW,
-    BatchSize,
-    DataDir,
-    Device,
-    Epochs,
-    ImageSize,
-    MaxSteps,
     MaybeArguments,
-    Precision,
-    Simulate,
-    Strict,
     add_flags,
     option,
     refuse_to_overwrite,
@@ -46,49 +37,11 @@ if TYPE_CHECKING:
     from halfstep_train.config.statements import Launcher
 
 
-PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit."
-MIXED = "Mixed precision on (bf16, or --precision-type) or off (fp32)."
 OVERRIDES = "YAML file whose values replace those of the config."
 VALIDATION = "Print how validation counts its samples."
-LEDGER = "Record the formats that steps really compute in, once per mode."
 
 
-class TrainFlags:
-    """Flags that set a config key, by their name in config/aliases.py."""
-
-    precision: Precision = None
-    mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None
-    precision_type: Annotated[str | None, option("With --mixed-precision: bf16 or fp16.", panel=PRECISION)] = None
-    bf16: Annotated[bool | None, option("Same as --precision bf16.", "--bf16", panel=PRECISION)] = None
-    fp16: Annotated[bool | None, option("Same as --precision fp16.", "--fp16", panel=PRECISION)] = None
-    use_optimizations: Annotated[
-        bool | None, option("TF32 instead of strict fp32.", "--use-optimizations", panel=PRECISION)
-    ] = None
-    strict: Strict = None
-    simulate: Simulate = None
-    data_dir: DataDir = None
-    batch_size: BatchSize = None
-    image_size: ImageSize = None
-    epochs: Epochs = None
-    max_steps: MaxSteps = None
-    lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None
-    num_workers: Annotated[int | None, option("Worker processes that read the data.", panel=DATA)] = None
-    seed: Annotated[int | None, option("Seed for weights, order and augmentation.", panel=DATA)] = None
-    preset: Annotated[str | None, option(PRESETS, panel=DATA)] = None
-    device: Device = None
-    ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None
-    ledger_every: Annotated[int | None, option("Like --ledger, and again every N steps.", panel=RUN)] = None
-    watch: Annotated[int | None, option("Measure all modules every N steps; warn before an overflow.", panel=RUN)] = (
-        None
-    )
-    track: Annotated[
-        str | None, option("Trackers: tensorboard, wandb, mlflow, or several: wandb,mlflow.", panel=RUN)
-    ] = None
-    quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", "-q", panel=RUN)] = None
-    verbose: Annotated[bool | None, option("Print every metric of each epoch.", "--verbose", "-v", panel=RUN)] = None
-
-
-@add_flags(TrainFlags)
+@add_flags(*FLAGS)
 def command(
     arguments: MaybeArguments = None,
     overrides_file: Annotated[Path | None, option(OVERRIDES, "--config-overrides-file", panel=DATA)] = None,

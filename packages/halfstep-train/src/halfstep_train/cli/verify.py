@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from halfstep.errors import suggest_own_install
-from halfstep_train.cli.options import ArgumentsOrRun, DataDir, Device, Json, Precision, Simulate, Trust
+from halfstep_train.cli.options import ArgumentsOrRun, Json, Trust, add_flags
 
 if TYPE_CHECKING:
     from halfstep_train.use.verify import ProofLine
@@ -17,15 +17,8 @@ if TYPE_CHECKING:
 CONFIGURATION = "configuration aligned"
 
 
-def command(
-    arguments: ArgumentsOrRun,
-    precision: Precision = None,
-    data_dir: DataDir = None,
-    device: Device = None,
-    simulate: Simulate = None,
-    trust: Trust = False,
-    as_json: Json = False,
-) -> None:
+@add_flags("precision", "data_dir", "device", "simulate")
+def command(arguments: ArgumentsOrRun, trust: Trust = False, as_json: Json = False, **settings: Any) -> None:
     """Check what a run or config promises: one line per promise, each shown by an observation.
 
     Checks the configuration, NaN handling, gradient clipping, the learning rate and the precision of a step; for a run
@@ -39,11 +32,10 @@ def command(
 
         halfstep verify configs/train.yaml --precision bf16
     """
-    flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
     target, *overrides = arguments
     from halfstep_train.run.folder import load_target
 
-    loaded = load_target(target, flags=flags, overrides=overrides, trust=trust)
+    loaded = load_target(target, flags=settings, overrides=overrides, trust=trust)
     from halfstep_train.use.verify import verify
 
     lines = [check_configuration(target), *verify(target, loaded, trust=trust)]
