@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from halfstep_train.cli.options import (
-    Checkpoint,
-    Json,
-    RunFolder,
-    Trust,
-    UsedDevice,
-    UsedPrecision,
-    option,
-    refuse_bad_run,
-)
+from halfstep_train.cli.options import Json, RunFolder, add_use_options, option, refuse_bad_run
 
 
+@add_use_options
 def command(
     context: typer.Context,
     run: RunFolder,
@@ -26,15 +18,12 @@ def command(
         Path | None,
         option("Other data; default: the run's validation split.", "--data", "--data-dir", metavar="DIR"),
     ] = None,
-    checkpoint: Checkpoint = "best",
-    device: UsedDevice = None,
-    precision: UsedPrecision = None,
     batch_size: Annotated[int | None, option("Samples per batch; default: the run's.", min=1)] = None,
     out: Annotated[
         Path | None, option("New folder for images.", metavar="DIR", show_default="RUN/report/evaluation")
     ] = None,
-    trust: Trust = False,
     as_json: Json = False,
+    **how: Any,
 ) -> None:
     """Score a trained model: overall and per-class scores, and images of its mistakes.
 
@@ -59,19 +48,8 @@ def command(
 
     # Progress and warnings go to stderr, so that stdout can be piped.
     report = RunReport(run, console=Console(stderr=True))
-    found = evaluate(
-        run,
-        report=report,
-        data=data,
-        checkpoint=checkpoint,
-        device=device,
-        precision=precision,
-        batch_size=batch_size,
-        # The options of the run's workload.
-        options=context.obj,
-        out=out,
-        trust=trust,
-    )
+    options = context.obj  # of the run's workload
+    found = evaluate(run, report=report, data=data, batch_size=batch_size, options=options, out=out, **how)
     if as_json:
         typer.echo(found.to_json())
     else:

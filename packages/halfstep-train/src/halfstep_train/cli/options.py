@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -39,16 +40,22 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 def add_flags(*names: str) -> Callable[[Command], Command]:
     """Add flags of FLAGS to a command, which receives them as `**settings`; None means that a flag was not given."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    flags = [inspect.Parameter(name, kind, annotation=FLAGS[name], default=None) for name in names]
+    return functools.partial(_add_parameters, flags)
 
-    def add(command: Command) -> Command:
-        # typer reads the signature: replace `**settings` by one parameter per flag, after the positional one.
-        first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
-        more = [first.replace(name=name, annotation=FLAGS[name], default=None) for name in names]
-        required_first = sorted([first, *more, *own], key=lambda one: one.default is not one.empty)
-        command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
-        return command
 
-    return add
+def add_use_options(command: Command) -> Command:
+    """Add the options of `_declare_use` to a command, which receives them as `**how`."""
+    return _add_parameters(inspect.signature(_declare_use, eval_str=True).parameters.values(), command)
+
+
+def _add_parameters(more: Iterable[inspect.Parameter], command: Command) -> Command:
+    # typer reads the signature: replace `**settings` by these parameters, after the positional one.
+    first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
+    required_first = sorted([first, *more, *own], key=lambda one: one.default is not one.empty)
+    command.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
+    return command
 
 
 def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:
@@ -116,6 +123,12 @@ Trust = Annotated[
     bool, option("Import the run's custom code, even if it is not the code that you trained the run with.", "--trust")
 ]
 Json = Annotated[bool, option("Print JSON.", "--json")]
+
+
+def _declare_use(
+    checkpoint: Checkpoint = "best", device: UsedDevice = None, precision: UsedPrecision = None, trust: Trust = False
+) -> None:
+    """Declare how a command uses a trained model."""
 
 
 def _flag(kind: type, help: str, *names: str, panel: str, **more: Any) -> Any:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from halfstep_train.cli.options import (
-    Checkpoint,
-    Json,
-    RunFolder,
-    Trust,
-    UsedDevice,
-    UsedPrecision,
-    option,
-    refuse_bad_run,
-    refuse_to_overwrite,
-)
+from halfstep_train.cli.options import Json, RunFolder, add_use_options, option, refuse_bad_run, refuse_to_overwrite
 
 
+@add_use_options
 def command(
     context: typer.Context,
     run: RunFolder,
@@ -35,12 +26,9 @@ def command(
             show_default="RUN/predictions",
         ),
     ] = None,
-    checkpoint: Checkpoint = "best",
-    device: UsedDevice = None,
-    precision: UsedPrecision = None,
     csv: Annotated[Path | None, option("Also write the table to a new file.", metavar="FILE")] = None,
-    trust: Trust = False,
     as_json: Json = False,
+    **how: Any,
 ) -> None:
     """Apply a trained model to files or folders; a model that draws samples needs no input.
 
@@ -71,16 +59,7 @@ def command(
     # Progress and warnings go to stderr, so that stdout can be piped.
     report = RunReport(run, console=Console(stderr=True))
     request = PredictRequest(out=out, options=context.obj)
-    made = predict(
-        run,
-        inputs or [],
-        report=report,
-        request=request,
-        checkpoint=checkpoint,
-        device=device,
-        precision=precision,
-        trust=trust,
-    )
+    made = predict(run, inputs or [], report=report, request=request, **how)
     if csv:
         write_csv(made, csv)
     if as_json:
