@@ -10,7 +10,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,47 +60,6 @@ def command(
     target, *overrides = arguments
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
     refuse_to_overwrite({"--save": save}, force=force)
-    found = prepare_request(target, flags, overrides, precisions=precisions, modes=modes, against=against, steps=steps)
-    time_rows(*found, save, as_json=as_json)
-
-
-MODES = ("eager", "compile", "graph", "auto")
-PEERS = ("plain", "lightning", "accelerate")
-VARIANTS = ("documented", "tuned", "graphs")
-STEPS = {"cuda": 100, "cpu": 20}
-"""Timed steps by default."""
-UNSET = "an empty argument is usually an unset shell variable"
-
-
-def split_choices(text: str | None, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:
-    """Split `a,b` into its choices, in the order given; refuse an empty list and unknown choices."""
-    if text is None:
-        return ()
-    found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))
-    if not found:
-        fix = f"leave {option} out, or name some: {option} {','.join((allowed or ('fp32', 'bf16'))[:2])}"
-        raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
-    for choice in found:
-        if allowed and choice not in allowed:
-            known = [one for one in allowed if (":" in one) <= (":" in choice)]  # a variant only for a variant
-            raise ConfigError(f"unknown {option} {choice!r}", fix=suggest_nearest(choice, known))
-    return found
-
-
-def prepare_request(
-    target: str,
-    flags: Mapping[str, object],
-    overrides: Sequence[str],
-    *,
-    precisions: str | None,
-    modes: str | None,
-    against: str | None,
-    steps: int | None,
-) -> tuple[Hardware, Problem, BenchRequest]:
-    """Check all arguments and build the problem, before anything is measured.
-
-    `flags` are options that are also settings of a run; an option that was not given is None.
-    """
     variants = [f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS]
     chosen_modes = split_choices(modes, "--modes", MODES)
     peers = split_choices(against, "--against", [*PEERS, *variants])
@@ -126,9 +85,9 @@ def prepare_request(
     )
 
     require_peers(peers)
-    hardware = probe(str(flags["device"] or "auto"))
-    device = torch.device(hardware.device)
-    num_steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps
+    hardware = probe(device or "auto")
+    used = torch.device(hardware.device)
+    num_steps = STEPS.get(used.type, STEPS["cpu"]) if steps is None else steps
     # `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
     config = load_bench_config(target, overrides, flags, small=hardware.kind == "cpu", against=peers)
     if loaded.config.data.dir and config.data.dir is None:
@@ -136,13 +95,36 @@ def prepare_request(
         typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
     request = BenchRequest(
         precisions=resolve_auto(chosen or choose_default_precisions(hardware), hardware),
-        modes=chosen_modes or choose_default_modes(device),  # type: ignore[arg-type]
+        modes=chosen_modes or choose_default_modes(used),  # type: ignore[arg-type]
         against=peers,
-        schedule=make_schedule(num_steps, device),
+        schedule=make_schedule(num_steps, used),
     )
     # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)
-    return hardware, build_problem(config, device), request
+    time_rows(hardware, build_problem(config, used), request, save, as_json=as_json)
+
+
+MODES = ("eager", "compile", "graph", "auto")
+PEERS = ("plain", "lightning", "accelerate")
+VARIANTS = ("documented", "tuned", "graphs")
+STEPS = {"cuda": 100, "cpu": 20}
+"""Timed steps by default."""
+UNSET = "an empty argument is usually an unset shell variable"
+
+
+def split_choices(text: str | None, option: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:
+    """Split `a,b` into its choices, in the order given; refuse an empty list and unknown choices."""
+    if text is None:
+        return ()
+    found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))
+    if not found:
+        fix = f"leave {option} out, or name some: {option} {','.join((allowed or ('fp32', 'bf16'))[:2])}"
+        raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
+    for choice in found:
+        if allowed and choice not in allowed:
+            known = [one for one in allowed if (":" in one) <= (":" in choice)]  # a variant only for a variant
+            raise ConfigError(f"unknown {option} {choice!r}", fix=suggest_nearest(choice, known))
+    return found
 
 
 def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
