@@ -48,16 +48,6 @@ def command(
     """
     if answers is not None and not answers.exists():
         raise ConfigError(f"there is no answers file {answers}", fix="give a YAML or JSON file, or leave --answers out")
-    file, start = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
-    if start:
-        from halfstep_train.run.train import train
-        from halfstep_train.workloads import load
-
-        train(load(str(file)))
-
-
-def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> tuple[Path, bool]:
-    """Ask, suggest and write the file; Ctrl-C before that leaves no files."""
     from halfstep_train.cli.detect import probe_devices
     from halfstep_train.guide.guide import guide
 
@@ -67,9 +57,14 @@ def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_
         (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
         # Demo data and pictures are removed if the conversation ends early.
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
-            return guide(asker, console, hardware, device, Path(scratch))
+            file, start = guide(asker, console, hardware, device, Path(scratch))
     except KeyboardInterrupt:
         raise Interrupted("Ctrl-C: nothing was written") from None
+    if start:
+        from halfstep_train.run.train import train
+        from halfstep_train.workloads import load
+
+        train(load(str(file)))
 
 
 def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
