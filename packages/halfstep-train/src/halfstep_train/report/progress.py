@@ -211,11 +211,12 @@ class AboveBar(FileProxy):
         super().flush() if os.getpid() == self._owner else self.rich_proxied_file.flush()
 
 
-class PackingBar:
+class PackingBar(contextlib.ExitStack):
     """Shows the progress of packing into a file, from the first report on, on standard error."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._stack = path, contextlib.ExitStack()
+        super().__init__()
+        self._path = path
         self._bar: Bar | None = None
 
     @property
@@ -223,18 +224,12 @@ class PackingBar:
         """True if anything was packed."""
         return self._bar is not None
 
-    def __enter__(self) -> PackingBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
             console = Console(stderr=True)
             console.print(f"packing {format_count(total, 'image')} into {self._path}", soft_wrap=True, markup=False)
             self._bar = Bar("packing", total)
-            self._stack.enter_context(show_live(self._bar, console, is_summarised=True))
+            self.enter_context(show_live(self._bar, console, is_summarised=True))
         self._bar.done = done
 
 
