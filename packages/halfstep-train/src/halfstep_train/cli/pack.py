@@ -108,9 +108,9 @@ def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[
     with PackingBar(path) as bar, raise_at_once("while packing"):
         pack = open_or_pack(found, path, settings, progress=bar)
     return {
-        "file": str(pack.path),
-        "bytes": pack.path.stat().st_size,
-        "size": pack.size,
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "size": settings.size,
         "classes": len(pack.classes),
         "train": len(pack.train),
         "val": len(pack.val),

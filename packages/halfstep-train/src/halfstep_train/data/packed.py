@@ -30,8 +30,6 @@ PACKED = "packed cache"
 class Pack:
     """An opened cache."""
 
-    path: Path
-    size: int
     classes: tuple[str, ...]
     titles: dict[str, str]
     train: StoredImages
@@ -50,8 +48,6 @@ def _map_images(file: CacheFile) -> Pack:
         for part in (slice(num_train), slice(num_train, None))
     )
     return Pack(
-        path=file.path,
-        size=size,
         classes=tuple(index["classes"]),
         titles=index["titles"],
         train=train,
