@@ -36,7 +36,7 @@ class Alias:
     """The setting that a foreign key means, and how its value is converted."""
 
     path: str
-    convert: Callable[[object], object] = lambda value: value
+    convert: Callable[[object], object]
 
 
 def convert_compile_model(compile_model: object) -> object:
@@ -45,9 +45,11 @@ def convert_compile_model(compile_model: object) -> object:
     return {"True": "compile", "False": "off"}.get(str(is_on), compile_model)
 
 
-def convert_clip_type(algorithm: object) -> object:
-    return {"norm": "l2"}.get(str(algorithm), algorithm)
-
+CONVERSIONS: dict[str, Callable[[object], object]] = {
+    "train.fast": convert_compile_model,
+    "train.clip_type": lambda algorithm: {"norm": "l2"}.get(str(algorithm), algorithm),
+}
+"""How values of foreign keys become values of these settings; all others stay as they are."""
 
 FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "train.epochs": ("epochs", "num_epochs", "num_train_epochs", "max_epochs", "trainer.max_epochs", "trainer.epochs"),
@@ -61,6 +63,8 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
         *("clip_norm", "grad_clip", "gradient_clip_val", "trainer.gradient_clip_val", "gradient_clipping"),
         *("max_grad_norm", "trainer.max_grad_norm"),
     ),
+    "train.clip_type": ("clip_type", "gradient_clip_algorithm", "trainer.gradient_clip_algorithm"),
+    "train.fast": ("compile_model", "compile", "train.compile"),
     "train.early_stopping_patience": (
         *("early_stopping_patience", "trainer.early_stopping_patience", "patience", "early_stopping.patience"),
     ),
@@ -106,20 +110,15 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "log.ledger": ("ledger", "ledger_every"),
     "log.watch": ("watch",),
 }
-KEY_ALIASES: dict[str, Alias] = {key: Alias(path=path) for path, keys in FOREIGN_KEYS.items() for key in keys}
-KEY_ALIASES |= dict.fromkeys(
-    ("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=convert_compile_model)
-)
-KEY_ALIASES |= dict.fromkeys(
-    ("clip_type", "gradient_clip_algorithm", "trainer.gradient_clip_algorithm"),
-    Alias(path="train.clip_type", convert=convert_clip_type),
-)
+KEY_ALIASES: dict[str, Alias] = {
+    key: Alias(path=path, convert=CONVERSIONS.get(path, lambda value: value))
+    for path, keys in FOREIGN_KEYS.items()
+    for key in keys
+}
 
 PER_RANK_KEYS: dict[str, str] = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "batch_size_per_gpu"),
-        "train.batch_size",
-    ),
+    "per_device_train_batch_size": "train.batch_size",
+    "batch_size_per_gpu": "train.batch_size",
     "per_device_eval_batch_size": "train.val_batch_size",
 }
 """Keys that count the samples of one GPU, and the settings that count those of all ranks."""
