@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from halfstep.errors import ConfigError
 from halfstep_train.config.references import Place, References
 from halfstep_train.config.section import Plain, parse_scalar
-from halfstep_train.config.statements import Statement, make_layer_statements, parse_overrides
+from halfstep_train.config.statements import Statement, iterate_leaves, make_layer_statements, parse_overrides
 from halfstep_train.config.yaml_source import Document
 
 
@@ -106,13 +106,9 @@ def find_enclosing(sections: Mapping[str, str], key: str) -> str | None:
     return next((sections[name] for name in names if name in sections), None)
 
 
-def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return all values by the full path of their key."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        is_section = isinstance(value, Mapping) and value
-        found |= flatten_keys(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return found
+    return {".".join(path): value for path, value in iterate_leaves(values)}
 
 
 def has_key(values: Mapping[str, Any], path: str) -> bool:
