@@ -172,11 +172,12 @@ class Loader:
         self._order.epoch, self._order.start_batch = epoch, start_batch
         if implements(self._fetch.samples, WholeBatches):
             return self._check(read_ahead(self._fetch.__getitems__, self._order, num_threads=max(1, self.num_workers)))
-        self._workers = self._workers or self._start()
         with warnings.catch_warnings():
             # Workers are forked before they start threads and touch none of our locks; Python 3.12 warns anyway.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-            _allow_more_workers_than_cores()
+            # Torch warns of more workers than cores; how many pay is the user's to try.
+            warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
+            self._workers = self._workers or self._start()
             batches = iter(self._workers)
         return self._check(batches)
 
@@ -189,17 +190,15 @@ class Loader:
             running._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other way to ask for it
 
     def _start(self) -> DataLoader[Batch | HalfstepError]:
-        with warnings.catch_warnings():
-            _allow_more_workers_than_cores()
-            return DataLoader(
-                self._fetch,
-                batch_sampler=self._order,
-                num_workers=self.num_workers,
-                collate_fn=_return_unchanged,
-                worker_init_fn=functools.partial(_leave_signals_to_the_run, os.getpid()),
-                persistent_workers=self.num_workers > 0,
-                generator=torch.Generator(),  # else torch draws from the global one
-            )
+        return DataLoader(
+            self._fetch,
+            batch_sampler=self._order,
+            num_workers=self.num_workers,
+            collate_fn=_return_unchanged,
+            worker_init_fn=functools.partial(_leave_signals_to_the_run, os.getpid()),
+            persistent_workers=self.num_workers > 0,
+            generator=torch.Generator(),  # else torch draws from the global one
+        )
 
     def _check(self, batches: Iterator[Batch | HalfstepError]) -> Iterator[Batch]:
         while True:
@@ -273,11 +272,6 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         except HalfstepError as error:
             return error
         return batch | {"index": indices}
-
-
-def _allow_more_workers_than_cores() -> None:
-    # torch warns of them; how many pay is the user's to try.
-    warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
 
 
 def _return_unchanged(batch: Any) -> Any:
