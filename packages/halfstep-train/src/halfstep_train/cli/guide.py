@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from halfstep.errors import ConfigError, Interrupted
-from halfstep_train.cli.options import refuse_unknown_device
+from halfstep_train.cli.options import Device
 
 if TYPE_CHECKING:
     from halfstep_train.guide.guide import Asker
@@ -23,10 +23,7 @@ def command(
     answers: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Answers in YAML or JSON; missing ones use their default.")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.", callback=refuse_unknown_device),
-    ] = None,
+    device: Device = None,
     no_measure: Annotated[
         bool, typer.Option("--no-measure", help="Probe the device without measuring its formats.")
     ] = False,
