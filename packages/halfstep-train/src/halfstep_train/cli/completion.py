@@ -82,17 +82,12 @@ def _complete_setting(given: Sequence[str], incomplete: str, resume: str) -> Ite
     if (given and given[-1] == "=") or (not incomplete and split[-1:] and split[-1] in fields):
         yield from _keep_begun(_list_values(fields[split[-1]]), incomplete)
         return
-    key, equals, value = incomplete.partition("=")
-    if equals and key in fields:
-        yield from (f"{key}={one}" for one in _keep_begun(_list_values(fields[key]), value))
-        return
-    found = _keep_begun(fields, key)
-    if len(found) != 1:
-        yield from found
-        return
-    # Several candidates: after a single one, the shell would add a space behind `=`.
-    yield f"{found[0]}="
-    yield from (f"{found[0]}={one}" for one in _list_values(fields[found[0]]) if one)
+    key, equals, _ = incomplete.partition("=")
+    found = [key] if equals and key in fields else _keep_begun(fields, key)
+    if len(found) == 1:
+        # Several candidates: after a single one, the shell would add a space behind `=`.
+        found = [f"{found[0]}={one}" for one in ("", *_list_values(fields[found[0]]))]
+    yield from _keep_begun(found, incomplete)
 
 
 def _find_workload(target: str) -> str:
