@@ -216,7 +216,7 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
 
 def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> None:
     clock, lines = HandClock(), list[str]()
-    with write_lines("Epoch 1/2 [Train]", 100, write=lines.append, clock=clock) as bar:
+    with write_lines(bar := Bar("Epoch 1/2 [Train]", 100, clock=clock), lines.append):
         for _ in range(100):
             clock.now_s += 1.0
             bar.advance({"loss": "0.5"})
@@ -231,7 +231,7 @@ def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> 
 
 def test_a_pass_that_is_summarised_afterwards_adds_a_line_to_a_log_file_only_after_minutes() -> None:
     clock, lines = HandClock(), list[str]()
-    with write_lines("Epoch 1/2", 400, write=lines.append, is_summarised=True, clock=clock) as bar:
+    with write_lines(bar := Bar("Epoch 1/2", 400, clock=clock), lines.append, is_summarised=True):
         for _ in range(400):
             clock.now_s += 1.0
             bar.advance({"loss": "0.5"})
@@ -240,7 +240,7 @@ def test_a_pass_that_is_summarised_afterwards_adds_a_line_to_a_log_file_only_aft
 
 def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:
     clock, lines = HandClock(), list[str]()
-    with write_lines("Predicting", 1, write=lines.append, clock=clock) as bar:
+    with write_lines(bar := Bar("Predicting", 1, clock=clock), lines.append):
         for tile in range(4):
             bar.show({"tile": f"{tile + 1}/4"})
             clock.now_s += 20.0

@@ -42,21 +42,13 @@ class Bar:
     """The progress of one pass, drawn on one line of any width."""
 
     def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        whole: Whole | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[Bar], None] = lambda bar: None,
-        every_s: float = math.inf,
+        self, label: str, total: int, *, whole: Whole | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`whole` returns the position in the whole run and its time left, which are shown instead of this pass's.
-
-        `draw` is called by the training thread, at most every `every_s`; a terminal has a thread that draws.
-        """
+        """`whole` returns the position in the whole run and its time left, which are shown instead of this pass's."""
         self.label, self.total, self.done = label, total, 0
-        self.draw, self._every_s, self.is_over = draw, every_s, False
+        self.draw: Callable[[], object] = lambda: None
+        """Called by the training thread, at most every `every_s`; a terminal has a thread that draws."""
+        self.every_s, self.is_over = math.inf, False
         self._whole = whole
         self._shown: Mapping[str, str] = {}
         self._clock = clock
@@ -77,9 +69,9 @@ class Bar:
         """Replace the fields, most important first; draw if that is due: a single item may take minutes."""
         self._shown = shown
         # What is drawn after the last step is drawn at the end.
-        if self._clock() - self._drawn_s >= self._every_s and self.done < self.total:
+        if self._clock() - self._drawn_s >= self.every_s and self.done < self.total:
             self._drawn_s = self._clock()
-            self.draw(self)
+            self.draw()
 
     def format_parts(self) -> list[str]:
         """Return the texts next to the bar, most important first."""
@@ -119,51 +111,42 @@ class Bar:
 
 
 @contextlib.contextmanager
-def write_lines(
-    label: str, total: int, *, write: Callable[[str], None], is_summarised: bool = False, **options: Any
-) -> Iterator[Bar]:
+def write_lines(bar: Bar, write: Callable[[str], None], *, is_summarised: bool = False) -> Iterator[None]:
     """Show a bar in a log file: a line when it begins, one every half minute, and one when it ends."""
-
-    def draw(bar: Bar) -> None:
-        write(" ".join([label, *filter(None, bar.format_parts())]))
-
-    if total and not is_summarised:  # the number of samples to draw is known only later
-        write(f"{label} 0/{total}")
-    every_s = SUMMARISED_LINE_EVERY_S if is_summarised else LINE_EVERY_S
-    bar = Bar(label, total, draw=draw, every_s=every_s, **options)
+    if bar.total and not is_summarised:  # the number of samples to draw is known only later
+        write(f"{bar.label} 0/{bar.total}")
+    bar.draw = lambda: write(" ".join([bar.label, *filter(None, bar.format_parts())]))
+    bar.every_s = SUMMARISED_LINE_EVERY_S if is_summarised else LINE_EVERY_S
     try:
-        yield bar
+        yield
     finally:
         bar.is_over = True
         if not is_summarised:
-            draw(bar)
+            bar.draw()
 
 
 NOTEBOOK_EVERY_S = 0.5
 
 
 @contextlib.contextmanager
-def show_in_notebook(label: str, total: int, *, is_summarised: bool = False, **options: Any) -> Iterator[Bar]:
+def show_in_notebook(bar: Bar, *, is_summarised: bool = False) -> Iterator[None]:
     """Show a bar in a Jupyter notebook: one output that is replaced at most twice a second."""
     from IPython.display import display  # a notebook has it
 
-    def render(bar: Bar) -> dict[str, str]:
+    def render() -> dict[str, str]:
         """Return the line as text and as HTML; the front end shows the HTML."""
         texts = " ".join(filter(None, bar.format_parts()))
-        progress = f"<progress value={bar.done} max={max(total, 1)}></progress>"
-        html = f"<pre style='margin:0'>{escape(label)} {progress} {escape(texts)}</pre>"
-        return {"text/plain": f"{label} {texts}", "text/html": html}
+        progress = f"<progress value={bar.done} max={max(bar.total, 1)}></progress>"
+        html = f"<pre style='margin:0'>{escape(bar.label)} {progress} {escape(texts)}</pre>"
+        return {"text/plain": f"{bar.label} {texts}", "text/html": html}
 
-    def draw(bar: Bar) -> None:
-        output.update(render(bar), raw=True)
-
-    bar, show = Bar(label, total, draw=draw, every_s=NOTEBOOK_EVERY_S, **options), cast(Any, display)
-    output = show(render(bar), raw=True, display_id=True)
+    output = cast(Any, display)(render(), raw=True, display_id=True)
+    bar.draw, bar.every_s = lambda: output.update(render(), raw=True), NOTEBOOK_EVERY_S
     try:
-        yield bar
+        yield
     finally:
         bar.is_over = True
-        output.update({"text/plain": "", "text/html": ""} if is_summarised else render(bar), raw=True)
+        output.update({"text/plain": "", "text/html": ""} if is_summarised else render(), raw=True)
 
 
 @contextlib.contextmanager

@@ -73,18 +73,17 @@ class RunReport:
         pass, so its bar stays only if the report is verbose.
         """
         is_summarised &= not self._verbose
+        bar = Bar(label, total, whole=whole)
         if self._quiet:
-            yield Bar(label, total)
+            shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         elif self._console.is_jupyter:
-            with show_in_notebook(label, total, whole=whole, is_summarised=is_summarised) as bar:
-                yield bar
+            shown = show_in_notebook(bar, is_summarised=is_summarised)
         elif self._console.is_interactive:
-            bar = Bar(label, total, whole=whole)
-            with show_live(bar, self._console, is_summarised=is_summarised):
-                yield bar
+            shown = show_live(bar, self._console, is_summarised=is_summarised)
         else:
-            with write_lines(label, total, write=self._print_line, whole=whole, is_summarised=is_summarised) as bar:
-                yield bar
+            shown = write_lines(bar, self._print_line, is_summarised=is_summarised)
+        with shown:
+            yield bar
 
     def notice(self, text: str, level: Level = "info") -> None:
         """Print one message, above the bar if there is one."""
