@@ -249,21 +249,17 @@ def _render_sample(path: Path, root: Path) -> str:
 
 def _render_settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
     """Render the settings, one column per run; mark those that differ and fold the others."""
-    keys = list(dict.fromkeys(key for _, settings in runs for key in settings))
-    differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
-    titles = ["setting", *([name for name, _ in runs] if len(runs) > 1 else ["value", "from"])]
-
-    def make_row(key: str) -> list[str]:
-        cells = [settings.get(key, ("", "")) for _, settings in runs]
-        return [key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])]
-
     if len(runs) == 1:
-        return _render_table(titles, [make_row(key) for key in keys])
+        return _render_table(["setting", "value", "from"], [[key, *cells] for key, cells in runs[0][1].items()])
+    titles = ["setting", *(name for name, _ in runs)]
+    keys = dict.fromkeys(key for _, settings in runs for key in settings)
+    rows = [[key, *(settings.get(key, ("",))[0] for _, settings in runs)] for key in keys]
+    same = [row for row in rows if len(set(row[1:])) == 1]
+    differ = [row for row in rows if row not in same]
     count = "1 setting differs and is" if len(differ) == 1 else f"{len(differ)} settings differ and are"
-    marked = _render_table(titles, [make_row(key) for key in keys if key in differ], marked=[True] * len(differ))
-    same = [make_row(key) for key in keys if key not in differ]
+    marked = _render_table(titles, differ, style="differs") if differ else ""
     rest = f"<details><summary>the same in all ({len(same)})</summary>{_render_table(titles, same)}</details>"
-    return f"<p class=faint>{count} marked.</p>{marked if differ else ''}{rest}"
+    return f"<p class=faint>{count} marked.</p>{marked}{rest}"
 
 
 def _render_origin(summary: Mapping[str, Any]) -> str:
@@ -288,13 +284,12 @@ def _render_section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> str:
+def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, style: str = "") -> str:
+    """Render a table; `style` is the CSS class of its rows."""
     head = "".join(f"<th scope=col>{escape(title)}</th>" for title in titles)
-    marks: Iterable[bool] = marked or [False] * len(rows)
-    body = "".join(
-        f"<tr{' class=differs' if is_marked else ''}>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>"
-        for row, is_marked in zip(rows[:MOST_ROWS], marks, strict=False)
-    )
+    begin = f"<tr class={style}>" if style else "<tr>"
+    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows[:MOST_ROWS])
+    body = "".join(f"{begin}{row}</tr>" for row in cells)
     rest = f"<p class=faint>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
 
