@@ -94,17 +94,12 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     def loss_fn(window: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(model(window["x"]).float(), window["y"]) * LOSS_FACTOR
 
-    losses: list[float] = []
-    scales: list[float] = []
-    skipped: list[int] = []
-    for number in range(steps):
-        found = step(loss_fn, [batch]).read()
-        losses.append(found.loss / LOSS_FACTOR)
-        scales.append(found.scale)
-        if found.is_bad:
-            skipped.append(number)
+    made = [step(loss_fn, [batch]).read() for _ in range(steps)]
     return ScaledTraining(
-        losses=losses, scales=scales, skipped=skipped, gradients=_compute_gradients(model, batch, scales[-1])
+        losses=[one.loss / LOSS_FACTOR for one in made],
+        scales=[one.scale for one in made],
+        skipped=[number for number, one in enumerate(made) if one.is_bad],
+        gradients=_compute_gradients(model, batch, made[-1].scale),
     )
 
 
