@@ -145,13 +145,7 @@ class WandB(Listener):
     name = "wandb"
 
     def __init__(
-        self,
-        folder: Path,
-        settings: Mapping[str, Any],
-        plan: Mapping[str, Any],
-        *,
-        run_id: str | None = None,
-        quiet: bool = False,
+        self, folder: Path, settings: Mapping[str, Any], plan: Mapping[str, Any], *, run_id: str | None, quiet: bool
     ) -> None:
         import wandb
 
