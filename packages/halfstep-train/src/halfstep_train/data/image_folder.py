@@ -91,7 +91,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     """
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
-    labelled = read_labels(train_folders[0], root, layout.label_column, usual=layout.label_columns)
+    labelled = read_labels(train_folders[0], root, layout.label_column, layout.label_columns)
     # A folder that the user named explicitly is not questioned.
     if labelled is None and not layout.folders:
         _refuse_masks(root)
@@ -107,7 +107,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
             fix="make one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
-        val = read_labels(val_folders[0], root, layout.label_column, usual=layout.label_columns)
+        val = read_labels(val_folders[0], root, layout.label_column, layout.label_columns)
         val = val or _list_classes(val_folders)
         if extra := sorted(set(val) - set(classes)):
             raise DataError(

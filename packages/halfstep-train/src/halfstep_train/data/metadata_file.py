@@ -24,13 +24,11 @@ FEW_ROWS = 20
 """Up to this many rows may all have different labels; with more, the column holds captions."""
 
 
-def read_labels(
-    folder: Path, root: Path, column: str = "", *, usual: Sequence[str] = LABEL_COLUMNS
-) -> dict[str, list[Path]] | None:
+def read_labels(folder: Path, root: Path, column: str, usual: Sequence[str]) -> dict[str, list[Path]] | None:
     """Return the images of each class inside `folder`, from a table there or at the data's root; None without a
     table.
 
-    `usual` are the columns tried if none is named.
+    `usual` are the columns tried if `column` is empty.
     """
     table = find_table(folder, root)
     if table is None:
