@@ -132,10 +132,11 @@ def load_config(
     from halfstep_train.workloads import KINDS, load
 
     target, overrides = (arguments[0], arguments[1:]) if arguments and "=" not in arguments[0] else ("", arguments)
+    given: dict[str, Any] = {"flags": flags, "overrides": overrides, "overrides_file": overrides_file}
     if resume:
         if is_file(target, KINDS):  # what the file sets becomes overrides of the stored config
-            asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file, launcher=launcher)
-            target, flags, overrides, overrides_file = asked.config.workload, {}, list_overrides(asked), None
+            asked = load(target, launcher=launcher, **given)
+            target, given = asked.config.workload, {"overrides": list_overrides(asked)}
         from halfstep_train.run.folder import RunFolder
 
         folder = RunFolder.open(str(resume))
@@ -146,15 +147,13 @@ def load_config(
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
         # Loaded twice: with and without the changes, to find out which settings the user asks for.
-        again = load(
-            str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file, launcher=launcher
-        )
+        again = load(str(folder.config), launcher=launcher, **given)
         return apply_decided(again, stored, folder.read_settled().decided)
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"
         )
-    return load(target, flags=flags, overrides=overrides, overrides_file=overrides_file, launcher=launcher)
+    return load(target, launcher=launcher, **given)
 
 
 def list_overrides(loaded: Loaded) -> list[str]:
