@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,14 @@ class SampleCache:
         self, num_samples: int, *, fields: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], limit_bytes: int
     ) -> None:
         self._num_samples, self._fields, self._limit_bytes = num_samples, dict(fields), limit_bytes
-        self._allocate()
+        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in self._fields.items()}
+        self.is_enabled = 0 < num_samples * sum(sizes.values()) <= limit_bytes
+        self._arrays: dict[str, Array] = {}
+        if self.is_enabled:
+            for name, (shape, dtype) in self._fields.items():
+                memory = mmap.mmap(-1, num_samples * sizes[name])
+                self._arrays[name] = np.frombuffer(memory, dtype=dtype).reshape(num_samples, *shape)
+            self._is_filled = np.frombuffer(mmap.mmap(-1, num_samples), dtype=np.bool_)
 
     def get(self, index: int) -> dict[str, Array] | None:
         """Return copies of the arrays of sample `index`; None if it is not cached."""
@@ -40,22 +48,7 @@ class SampleCache:
                 array[index] = arrays[name]
             self._is_filled[index] = True
 
-    def _allocate(self) -> None:
-        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in self._fields.items()}
-        total = self._num_samples * sum(sizes.values())
-        self.is_enabled = 0 < total <= self._limit_bytes
-        self._arrays: dict[str, Array] = {}
-        if not self.is_enabled:
-            return
-        for name, (shape, dtype) in self._fields.items():
-            memory = mmap.mmap(-1, self._num_samples * sizes[name])
-            self._arrays[name] = np.frombuffer(memory, dtype=dtype).reshape(self._num_samples, *shape)
-        self._is_filled = np.frombuffer(mmap.mmap(-1, self._num_samples), dtype=np.bool_)
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A spawned worker cannot inherit the mapping: it gets a new, empty one.
-        return {name: getattr(self, name) for name in ("_num_samples", "_fields", "_limit_bytes")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._allocate()
+        create = functools.partial(SampleCache, fields=self._fields, limit_bytes=self._limit_bytes)
+        return create, (self._num_samples,)
