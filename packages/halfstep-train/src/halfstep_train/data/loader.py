@@ -61,13 +61,6 @@ def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads:
             threads.shutdown(cancel_futures=True)
 
 
-def pin_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy a batch to pinned memory if CUDA is in use, so that the copy to the device does not have to."""
-    if not torch.cuda.is_initialized():
-        return batch
-    return {name: tensor.pin_memory() for name, tensor in batch.items()}
-
-
 class WorkerBatches(Protocol):
     """A data set that makes many samples at once in a worker, each equal to its `sample`."""
 
@@ -262,8 +255,10 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         indices, epoch = torch.tensor([index for _, index in keys]), keys[0][0]
         try:
             if implements(self.samples, WholeBatches):
-                batch = self.samples.make_batch(indices, seed=self.seed, epoch=epoch)
-                return pin_batch(batch | {"index": indices})
+                batch = self.samples.make_batch(indices, seed=self.seed, epoch=epoch) | {"index": indices}
+                # Pinned, so that the copy to the device does not have to copy to pinned memory first.
+                is_cuda = torch.cuda.is_initialized()
+                return {name: tensor.pin_memory() for name, tensor in batch.items()} if is_cuda else batch
             if implements(self.samples, WorkerBatches):
                 batch = self.samples.fill_batch(indices.tolist(), seed=self.seed, epoch=epoch)
             else:
