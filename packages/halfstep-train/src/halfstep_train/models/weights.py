@@ -100,11 +100,11 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: st
     own = model.state_dict()
     # The model may be wrapped by torch.compile or DDP, so compare names without their prefixes.
     named = {strip_torch_prefixes(name): name for name in own}
+    plain = {name: own[own_name] for name, own_name in named.items()}
     # Files from before torch 0.4.1 have no counters; torch accepts that too.
-    weights = {name: own[own_name] for name, own_name in named.items() if BATCH_COUNTER in name} | match_names(
-        named, weights
-    )
-    if differences := _list_differences({name: own[own_name] for name, own_name in named.items()}, weights):
+    counters = {name: tensor for name, tensor in plain.items() if BATCH_COUNTER in name}
+    weights = counters | match_names(plain, weights)
+    if differences := _list_differences(plain, weights):
         raise ModelError(
             f"the weights of {source} do not fit the model",
             why="; ".join(differences),
