@@ -390,9 +390,6 @@ class StepSettings:
     precision: PrecisionConfig
 
 
-PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")
-
-
 class RunConfig(Section):
     """The config of one run."""
 
@@ -412,7 +409,7 @@ class RunConfig(Section):
     """Defaults by path that differ from those of the class's sections; a subclass lists only its own."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
-    preset: str | None = setting(None, f"Set of values for a purpose: {', '.join(PRESET_NAMES)}")
+    preset: str | None = setting(None, "Set of values for a purpose: fast, quality, lowmem, stable, debug")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps or xpu")
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
