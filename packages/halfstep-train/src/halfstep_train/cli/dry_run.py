@@ -75,7 +75,6 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     from halfstep_train.report.console import make_rows_table, open_result_console
 
     console = open_result_console()
-    shown = [row for row in rows if every or row.is_bad]
     cells = [
         (
             row.module,
@@ -85,7 +84,8 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
             f"{row.lost:.1%}",
             row.remedy,
         )
-        for row in shown
+        for row in rows
+        if every or row.is_bad
     ]
     if cells:
         console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
