@@ -24,13 +24,10 @@ def list_settings(loaded: Loaded) -> Iterator[tuple[str, object, Origin, str]]:
     whole = dump_values(loaded.config)
     for path, field in list_fields(type(loaded.config)).items():
         value: Any = functools.reduce(operator.getitem, path.split("."), whole)
-        described = field.description or ""
-        if path in OPEN_SECTIONS and isinstance(value, dict) and value:
-            for key, item in value.items():
-                origin = loaded.origins.get(f"{path}.{key}", DEFAULT)
-                yield f"{path}.{key}", item, origin, described
-        else:
-            yield path, value, loaded.origins.get(path, DEFAULT), described
+        is_open = path in OPEN_SECTIONS and value
+        items = {f"{path}.{key}": item for key, item in value.items()} if is_open else {path: value}
+        for key, item in items.items():
+            yield key, item, loaded.origins.get(key, DEFAULT), field.description or ""
 
 
 def dump_config(loaded: Loaded) -> dict[str, Any]:
