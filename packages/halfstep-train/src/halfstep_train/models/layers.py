@@ -66,9 +66,6 @@ class DoublingConvTranspose2d(nn.ConvTranspose2d):
 class BatchNorm2d(nn.BatchNorm2d):
     """BatchNorm with torch's defaults: affine, with running statistics and a momentum."""
 
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-
     def is_as_built(self) -> bool:
         """True if the settings are the defaults; torch's `update_bn` sets the momentum to None for a while."""
         has_numbers = isinstance(self.eps, (int, float)) and isinstance(self.momentum, (int, float))
