@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,8 +13,7 @@ from halfstep.errors import ConfigError, DataError, format_bytes, format_count, 
 from halfstep_train.cli.options import Json, map_flags, option, read_given
 from halfstep_train.report.console import dump_json
 
-if TYPE_CHECKING:
-    from halfstep_train.data.packed import PackSettings
+OnBadFile = Literal["error", "skip"]
 
 
 def command(
@@ -27,7 +26,7 @@ def command(
     ],
     size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,
     out: Annotated[Path | None, option("Output file; default: inside DIR.", metavar="FILE")] = None,
-    on_bad_file: Annotated[Literal["error", "skip"], option("Stop at a bad file, or skip it.")] = "error",
+    on_bad_file: Annotated[OnBadFile, option("Stop at a bad file, or skip it.")] = "error",
     as_json: Json = False,
 ) -> None:
     """Decode every image of a folder once into one file, for fast reading.
@@ -50,10 +49,7 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep_train.data.packed import PackSettings
-
-    settings = PackSettings(size=size, on_bad_file=on_bad_file)
-    summary = pack_folder(folder, out, settings)
+    summary = pack_folder(folder, out, size, on_bad_file)
     if as_json:
         return typer.echo(dump_json(summary))
     classes = format_count(summary["classes"], "class", "classes")
@@ -95,14 +91,15 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     typer.echo(f"Use it: {suggest_command('train', path)}")
 
 
-def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[str, Any]:
+def pack_folder(folder: Path, out: Path | None, size: int, on_bad_file: OnBadFile) -> dict[str, Any]:
     """Pack the folder, or open a file that already matches it; return what the file holds."""
     from halfstep_train.data.image_folder import FolderLayout, find_images
-    from halfstep_train.data.packed import choose_pack_path, open_or_pack
+    from halfstep_train.data.packed import PackSettings, choose_pack_path, open_or_pack
     from halfstep_train.report.progress import PackingBar
     from halfstep_train.run.interrupts import raise_at_once
 
-    path = out or choose_pack_path(folder, settings.size)
+    path = out or choose_pack_path(folder, size)
+    settings = PackSettings(size=size, on_bad_file=on_bad_file)
     found = find_images(folder, FolderLayout())
     start = time.perf_counter()
     with PackingBar(path) as bar, raise_at_once("while packing"):
@@ -110,23 +107,23 @@ def pack_folder(folder: Path, out: Path | None, settings: PackSettings) -> dict[
     return {
         "file": str(path),
         "bytes": path.stat().st_size,
-        "size": settings.size,
+        "size": size,
         "classes": len(pack.classes),
         "train": len(pack.train),
         "val": len(pack.val),
         "left_out": list(pack.left_out),
         "made": bar.was_shown,
         "seconds": round(time.perf_counter() - start, 2),
-        "use": format_overrides(settings, out),
+        "use": format_overrides(size, on_bad_file, out),
     }
 
 
-def format_overrides(settings: PackSettings, out: Path | None) -> str:
+def format_overrides(size: int, on_bad_file: str, out: Path | None) -> str:
     """Return the overrides with which training uses this file."""
     from halfstep_train.workloads import KINDS
 
     # The defaults of any workload that reads packed files: only other values need an override.
     usual = next(KINDS[name].get_schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
-    chosen: dict[str, object] = {"cache_size": settings.size, "on_bad_file": settings.on_bad_file}
+    chosen: dict[str, object] = {"cache_size": size, "on_bad_file": on_bad_file}
     others = [f"data.{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
     return shlex.join([f"data.cache_file={out}" if out else "data.cache=true", *others])
