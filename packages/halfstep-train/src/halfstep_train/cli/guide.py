@@ -6,16 +6,13 @@ import io
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from halfstep.errors import ConfigError, Interrupted
 from halfstep_train.cli.options import Device
-
-if TYPE_CHECKING:
-    from halfstep_train.guide.guide import Asker
 
 
 def command(
@@ -46,11 +43,14 @@ def command(
     if answers is not None and not answers.exists():
         raise ConfigError(f"there is no answers file {answers}", fix="give a YAML or JSON file, or leave --answers out")
     from halfstep_train.cli.detect import probe_devices
-    from halfstep_train.guide.guide import guide
+    from halfstep_train.guide.guide import QUESTIONS, Prompt, Scripted, add_task, guide, read_answers
 
     console = Console()
     try:
-        asker = choose_asker(console, yes=yes, answers=answers)
+        # sys.stdin is None if the caller closed it: treat that as an empty input.
+        asker = Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
+        if answers is not None:
+            asker = Scripted(console, add_task(read_answers(answers, QUESTIONS)))
         (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
         # Demo data and pictures are removed if the conversation ends early.
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
@@ -62,12 +62,3 @@ def command(
         from halfstep_train.workloads import load
 
         train(load(str(file)))
-
-
-def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
-    from halfstep_train.guide.guide import QUESTIONS, Prompt, Scripted, add_task, read_answers
-
-    if answers is not None:
-        return Scripted(console, add_task(read_answers(answers, QUESTIONS)))
-    # sys.stdin is None if the caller closed it: treat that as an empty input.
-    return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
