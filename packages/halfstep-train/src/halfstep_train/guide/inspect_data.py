@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,16 +97,9 @@ def _inspect(workload: str, folder: Path, *, is_demo: bool = False, on_bad_file:
     config = from_dict(workload, {} if is_demo else {"data": {"dir": str(folder)}}).config
     family: Guiding = KINDS.of(workload).make_guide()
     opened = family.open(use_folder(config, folder, on_bad_file=on_bad_file))
-    return DataSummary(
-        folder=folder,
-        opened=opened,
-        is_demo=is_demo,
-        on_bad_file=on_bad_file,
-        pictures=tuple(_draw_pictures(family, opened)),
-    )
-
-
-def _draw_pictures(family: Guiding, opened: OpenedData) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
-    for index in spread_indices(len(samples), GRID_SAMPLES):
-        yield family.draw_sample(samples.sample(index, key=(0, 0, index)), index, opened.classes)
+    pictures = tuple(
+        family.draw_sample(samples.sample(index, key=(0, 0, index)), index, opened.classes)
+        for index in spread_indices(len(samples), GRID_SAMPLES)
+    )
+    return DataSummary(folder=folder, opened=opened, is_demo=is_demo, on_bad_file=on_bad_file, pictures=pictures)
