@@ -27,22 +27,20 @@ from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Reading
 from halfstep.step.step import GuardedStep
-from halfstep_train.config.dump import to_yaml
-from halfstep_train.config.schema import PrecisionConfig, RunConfig
+from halfstep_train.config.schema import GuardConfig, PrecisionConfig
 from halfstep_train.data.loader import Loader, NamedSamples, implements
 from halfstep_train.kernels.fast_forms import allow_chains, force
 from halfstep_train.run.assemble import AssembledPhase, Assembly, assemble, build_workload
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.engine import prepare_window
-from halfstep_train.run.folder import RunFolder, find_import_paths, load_stored
+from halfstep_train.run.folder import RunFolder, RunSource, load_stored
 from halfstep_train.run.frozen_modules import get_modules, list_identities, match_stored
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep_train.tune.modes import Notice, Region
-from halfstep_train.workloads.base.import_path import sign_code
 from halfstep_train.workloads.base.workload import Workload
 
 
-def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: RunConfig) -> None:
+def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, guard: GuardConfig, source: RunSource) -> None:
     """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them.
 
     With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
@@ -52,10 +50,10 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: Ru
     context = CapsuleContext(
         about={
             "workload": parts.name,
-            "base_lr": config.optimizer.lr,
+            "base_lr": source.base_lr,
             "store": dict(parts.workload.store),
             "frozen": list_identities(parts.workload.frozen),
-            "code": sign_code(find_import_paths(config)),
+            "code": source.code,
             "plan": json.loads(parts.plan.to_json()),
         },
         rank=None if world is None else world.rank,
@@ -63,7 +61,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: Ru
         load_window=lambda reading: load_window(parts, reading),
         find_names=lambda ids: [samples.name_of(k) for k in ids] if implements(samples, NamedSamples) else [],
         describe_share=lambda reading: _describe_share(parts, reading),
-        config=to_yaml(config),
+        config=source.config,
         find_checkpoint=lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), ""),
     )
     parts.recorder = Recorder(
@@ -73,8 +71,8 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, config: Ru
         context,
         # Rank 0 shows only the warnings of other ranks, so their notices must be warnings.
         notice=lambda text: notice(text, "info" if world is None or world.is_first else "warning"),
-        most=config.guard.capsules,
-        spikes=config.guard.capture_spikes,
+        most=guard.capsules,
+        spikes=guard.capture_spikes,
     )
     parts.guard.observers.append(parts.recorder.observe)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfstep.disk import (
     find_unused_path,
@@ -234,6 +234,18 @@ def point_to_demo_data(loaded: Loaded, data_dir: Path) -> Loaded:
 
 
 # --- settings in the folder ---
+
+
+class RunSource(NamedTuple):
+    """From what a capsule builds its run again."""
+
+    config: str  # as YAML
+    code: Mapping[str, str]  # signatures of custom code, by import path
+    base_lr: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunSource:
+        return cls(to_yaml(config), sign_code(find_import_paths(config)), config.optimizer.lr)
 
 
 def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:

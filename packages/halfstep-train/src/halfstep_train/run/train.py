@@ -28,6 +28,7 @@ from halfstep_train.run.choose_plan import PlanChoice
 from halfstep_train.run.ending import finish_run, handle_ending
 from halfstep_train.run.folder import (
     RunFolder,
+    RunSource,
     describe_changed_data,
     find_moved_data,
     find_settled,
@@ -206,7 +207,7 @@ class Run:
         journal = Journal(report, parts)
         if config.guard.capsules and parts.sharded is None:
             # Before the first step, so that a fault in it is recorded too.
-            record_faults(parts, folder, journal.notice, config)
+            record_faults(parts, folder, journal.notice, config.guard, RunSource.of(config))
         with (
             ExitStack() as watch,
             choose_algorithms(deterministic=config.train.deterministic),
