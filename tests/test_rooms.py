@@ -64,7 +64,7 @@ FROM_LIBRARY = {
         "module_hooks", "precision_ledger", "recorder", "replay", "updates", "watch",
     )),
     *(f"hardware.{name}" for name in (
-        "cache", "clock", "describe", "device_facts", "driver", "fp8_layers", "gpus", "measure", "memory", "monitor",
+        "cache", "clock", "describe", "device_facts", "driver", "fp8_layers", "gpus", "measure", "memory",
         "nvml", "probe",
     )),
     *(f"own_loop.{name}" for name in ("repeated_blocks", "schedule_argument", "step")),

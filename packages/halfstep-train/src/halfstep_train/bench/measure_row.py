@@ -28,9 +28,9 @@ from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
-from halfstep.hardware.monitor import list_limits
 from halfstep.hardware.nvml import EnergyMeter, ask_nvml
 from halfstep_train.bench.problem import Problem, Runner
+from halfstep_train.run.monitor import list_limits
 from halfstep_train.tune.fresh_thread import forget_compiled, run_in_fresh_thread
 
 

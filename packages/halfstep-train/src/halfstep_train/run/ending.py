@@ -25,7 +25,6 @@ from halfstep.errors import (
 )
 from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
-from halfstep.hardware.monitor import Monitor
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.tensor_files import write_tensors
@@ -40,6 +39,7 @@ from halfstep_train.run.folder import RunFolder, suggest_resume
 from halfstep_train.run.journal import describe_gpu_use
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.sizing import predict_memory_for_page
+from halfstep_train.run.monitor import Monitor
 from halfstep_train.run.presentation import show_summary
 
 

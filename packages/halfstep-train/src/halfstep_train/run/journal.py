@@ -13,7 +13,6 @@ from halfstep.errors import format_bytes, format_count, format_duration
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.memory import get_peak_memory_bytes
-from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
@@ -21,6 +20,7 @@ from halfstep_train.data.loader import NamedSamples, implements
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
 from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.monitor import Monitor
 from halfstep_train.tune.modes import UNCAPTURED, Mode
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Unit, load_part

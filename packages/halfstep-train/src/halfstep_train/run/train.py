@@ -12,7 +12,6 @@ from pathlib import Path
 from halfstep.disk import make_absolute
 from halfstep.errors import HalfstepError
 from halfstep.hardware.memory import reset_peak
-from halfstep.hardware.monitor import monitor_device
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -44,6 +43,7 @@ from halfstep_train.run.launch import Launch, choose_device, join_world
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep_train.run.memory.sizing import explain_step_too_large
+from halfstep_train.run.monitor import monitor_device
 from halfstep_train.run.multi_rank import refuse_differences, refuse_small_batch, seed_rank
 from halfstep_train.run.presentation import import_callback, open_report, show_start
 from halfstep_train.run.resume import accept_changes, refuse_changed_data

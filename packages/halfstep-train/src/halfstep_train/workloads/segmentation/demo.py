@@ -68,7 +68,7 @@ def _draw_stripes(rng: np.random.Generator, grid: Array) -> Array:
 
 def _draw_shape(rng: np.random.Generator, grid: Array) -> Array:
     """Return the pixels of a disc, box or triangle at a random angle."""
-    kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.15, 0.26)
+    kind, angle, size = int(rng.integers(3)), rng.uniform(0, 2 * np.pi), rng.uniform(0.15, 0.26)
     centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
     y, x = grid[0] - centre_y, grid[1] - centre_x
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)

@@ -83,7 +83,7 @@ class _Object:
     """A disc, box or triangle with a texture, which moves and rotates."""
 
     def __init__(self, rng: np.random.Generator, side: int, colour: Array) -> None:
-        self.kind = rng.integers(3)
+        self.kind = int(rng.integers(3))
         self.size = rng.uniform(0.12, 0.2)
         self.start, self.end = rng.uniform(0.15, 0.85, 2), rng.uniform(0.15, 0.85, 2)
         self.angles = rng.uniform(0, 2 * np.pi) + np.array([0, rng.uniform(-1.5, 1.5)])

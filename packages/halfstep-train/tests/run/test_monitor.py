@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.hardware.monitor import MOST_SHARE, Monitor, monitor_device
 from halfstep_train.cli.top import GPU
 from halfstep_train.run.journal import Waiting, format_gpu_use
+from halfstep_train.run.monitor import MOST_SHARE, Monitor, monitor_device
 
 
 class NvmlError(Exception):
