@@ -60,8 +60,9 @@ def test_weights_that_are_used_several_times(name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", inner_gradients.CASES)
 def test_losses_that_take_a_gradient_themselves(name: str, precision: str) -> None:
     inner_gradients.assert_same(name, CUDA, precision)
-    torch._dynamo.reset()
-    inner_gradients.assert_close(name, CUDA, precision)
+    if precision == "bf16":
+        torch._dynamo.reset()
+        inner_gradients.assert_close(name, CUDA, precision)
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])
