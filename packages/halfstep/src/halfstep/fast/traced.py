@@ -78,9 +78,9 @@ ATOMIC = (
     *("convolution_backward", "cumsum", "bincount", "histc", "ctc_loss", "nll_loss2d"),
 )
 """Operations whose kernels, forward or backward, may add up with atomics, in another order at every run."""
-BY_DATA = frozenset({"prod", "cumprod", "interpolate", "multi_margin_loss"})
+BY_DATA = frozenset({"prod", "cumprod", "interpolate", "multi_margin_loss", "grad"})
 """Functions whose traced code rounds differently for some values only: one comparison may not show it. The eager
-gradient of a product, for one, uses a simpler formula if no input is zero."""
+gradient of a product, for one, uses a simpler formula if no input is zero. `grad` is torch.autograd's, in the loss."""
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
 IS_OFF = "torch's compiler is off, because of TORCH_COMPILE_DISABLE, torch.compiler.set_stance or a dispatch mode"
 MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
