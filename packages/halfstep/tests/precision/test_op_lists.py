@@ -93,6 +93,7 @@ def test_the_cpus_own_lists_are_back_after_the_outermost_exit() -> None:
     assert own_lists() == before
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="turns torch's compiler off, for all tests that follow")
 def test_two_threads_may_simulate_at_once() -> None:
     barrier, seen = threading.Barrier(2), []
 
