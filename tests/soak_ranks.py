@@ -27,7 +27,8 @@ from warm_processes import FORKED
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
     "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32",
-    "train.checkpoint_every=1", "train.epochs=100000", "train.report_every=50", "train.rank_timeout_s=60",
+    "train.checkpoint_every=1", "train.epochs=100000", "train.early_stopping_patience=0", "train.report_every=50",
+    "train.rank_timeout_s=60",
 )  # fmt: skip
 LIMIT_S = 120.0
 """Far above the time limit of the ranks: a process that is there after it hangs."""
