@@ -336,6 +336,7 @@ class Settings:
 def copied_settings(device: torch.device) -> Loop:
     """Copy settings and write to the copy, as T5 and Whisper of transformers do; the settings change once."""
     model, settings = make_net(device), Settings()
+    torch.compile(lambda: copy.deepcopy(settings), backend="eager")()  # what Dynamo has looked up is not used again
 
     def loss_fn(batch: Any) -> Tensor:
         copied = copy.deepcopy(settings)

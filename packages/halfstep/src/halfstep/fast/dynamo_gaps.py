@@ -169,6 +169,8 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(handlers, {grad: retain(handlers[grad])}))
         call = BuiltinVariable.call_deepcopy
         stack.enter_context(mock.patch.object(BuiltinVariable, "call_deepcopy", copy_plain(call)))
+        # Methods that Dynamo has looked up: those of a torch.compile before this, or after it.
+        stack.enter_context(mock.patch.object(BuiltinVariable, "call_function_handler_cache", {}))
         yield
 
 
