@@ -115,3 +115,15 @@ def test_an_unfused_optimizer_is_captured() -> None:
     before = [parameter.clone() for parameter in feature.model.parameters()]
     assert not step(feature.loss_fn, [bad]).committed
     assert all(map(torch.equal, before, feature.model.parameters()))
+
+
+def test_code_for_autocast_alone_is_compiled_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """In fp32, with which compiled code is compared, this code raises: bf16 values meet fp32 weights."""
+    torch.manual_seed(0)
+    model = captured_features.plain(CUDA).model
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), "bf16", fast="compile")
+    batch = torch.randn(6, 4, device=CUDA), torch.randint(0, 3, (6,), device=CUDA)
+    for _ in range(20):
+        step(lambda batch: F.cross_entropy(model(batch[0].to(torch.bfloat16)), batch[1]), [batch])
+    assert step.mode == "compile+graph", step._fast.why_eager
+    assert "Traceback" not in capfd.readouterr().err

@@ -71,7 +71,7 @@ class Fp8Trial:
                 shapes[name] = product.shape
 
         for call in calls:
-            visit_products(call.entry.reference, call.inputs, note)  # type: ignore[arg-type]
+            visit_products(call.entry.reference, call.inputs, note)
 
         def divides(shape: LayerShape) -> bool:
             return shape.in_features % MULTIPLE == 0 and shape.out_features % MULTIPLE == 0

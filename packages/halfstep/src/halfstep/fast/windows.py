@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from halfstep.step.batches import Batch, Weight
 from halfstep.step.facts import Facts
 from halfstep.step.flat import are_same_objects, is_finite
 from halfstep.step.step import GuardedStep, LossFn
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 Key = tuple[object, ...]
 Compiler = Literal["aten", "inductor", "aten fp8", "inductor fp8"]
@@ -43,7 +46,7 @@ class Outdated(Exception):
 class Entry:
     """One combination of Python values and shapes: its operations, the code made from them, and what was found."""
 
-    reference: Code
+    reference: GraphModule
     """Dynamo's graph, unmodified. Under eager autograd it does what the user's Python code does on the device."""
     outputs: list[Any]
     """What the code returns, tensors as promises."""
@@ -304,7 +307,7 @@ def run_reference(traced: TracedWindow, *, has_exchanges: bool = True) -> LossFn
 
     def run(_: Any) -> tuple[Tensor, Weight]:
         call = next(calls)
-        found = list(call.entry.reference(*call.inputs))
+        found = list(call.entry.reference.forward(*call.inputs))  # not __call__, which prints errors that are caught
         if call.promised:
             call.fulfil([one.detach() if isinstance(one, Tensor) else one for one in found])
         if has_exchanges and call is traced.calls[-1]:
