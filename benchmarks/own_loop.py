@@ -310,8 +310,6 @@ def main() -> None:
     found: dict[str, Any] = {}
     for first in range(0, len(names), arguments.jobs):
         time_models(names[first : first + arguments.jobs], variants, arguments, found)
-    if arguments.zoo:
-        show_zoo(found)
 
 
 def time_models(names: list[str], variants: list[str], arguments: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -357,19 +355,6 @@ def show(name: str, found: dict[str, Any]) -> None:
             print(f"{name:20s}{variant:16s}{one['ms']:9.3f} ms {sizes}{captured}  {one['mode']}", flush=True)
         else:
             print(f"{name:20s}{variant:16s} {one}", flush=True)
-
-
-def show_zoo(found: dict[str, Any]) -> None:
-    """Print the speed of hs.Step relative to the plain loop and to the faster of torch.compile's modes."""
-    for name, rows in found.items():
-        ms = {variant: row["ms"] for variant, row in rows.items() if isinstance(row, dict) and "ms" in row}
-        peers = [ms[one] for one in ("compiled", "reduce-overhead") if one in ms]
-        if "hs auto" not in ms or not (peers or "plain" in ms):
-            print(f"{name:28s} not timed")
-            continue
-        mode = rows["hs auto"]["mode"].split(" | ")[0]
-        ratios = [f"{one / ms['hs auto']:6.2f}x" for one in (ms.get("plain", 0.0), min(peers, default=0.0))]
-        print(f"{name:28s}{mode:16s} speed over plain and compiled: {' '.join(ratios)}")
 
 
 if __name__ == "__main__":
