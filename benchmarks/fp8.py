@@ -23,7 +23,11 @@ from own_loop import DEVICE, Built, build, make_language, make_vision
 from recording import store
 
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+FEW = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 1024}  # blocks alone, which compile in a quarter of the time
+WIDE = {**FEW, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}  # of Llama 8B
 CASES: dict[str, Callable[[], Built]] = {
+    "blocks_1b": lambda: make_language("llama", 4, 2048, **FEW),
+    "blocks_8b": lambda: make_language("llama", 4, 2048, **WIDE),
     "llama_1b": lambda: make_language("llama", 4, 2048, **LLAMA),
     "gpt2_xl": lambda: make_language("gpt2", 4, 1024, n_embd=1600, n_layer=48, n_head=25),
     "vit_l_16": lambda: make_vision("vit_l_16", 64),
