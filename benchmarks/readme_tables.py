@@ -67,15 +67,15 @@ def verdict(parity: dict[str, Any], name: str) -> str:
     found = parity["verdicts"][name]
     low, high = found["interval_90"]
     word = found["verdict"] if found["verdict"] == "same" or high >= 0 else "not shown, lower"
-    wide = ", a wide one" if found["margin"] > WIDE else ""
-    return f"{word} (difference {100 * low:+.2f} to {100 * high:+.2f} points, margin {100 * found['margin']:.2f}{wide})"
+    margin = "wide margin" if found["margin"] > WIDE else "margin"
+    return f"{word} (difference {100 * low:+.2f} to {100 * high:+.2f} points, {margin} {100 * found['margin']:.2f})"
 
 
 def other_table() -> str:
     overhead = result("unet_eager")["overhead"]
     simulation, demo = result("simulation_overhead")["rows"], result("demo_parity")["rows"]
     pipeline = result("input_pipeline_cpu")["results"]
-    lines = ["| what | measured | command |", "|---|---|---|"]
+    lines = ["| what | measured | command or file |", "|---|---|---|"]
     for kind, row in overhead.items():
         lines.append(
             f"| guarded step / bare loop, bf16, {kind} | {row['step_ms']:.2f} / {row['bare_ms']:.2f} ms "
@@ -94,7 +94,7 @@ def other_table() -> str:
     for folder, rows in pipeline.items():
         lines.append(
             "| images loaded per second of CPU time, relative to a plain PIL loop, with flip and normalisation on the "
-            f"GPU (in brackets: on the same two cores), {folder} | files "
+            f"GPU (in brackets: with both on the same two cores), {folder} | files "
             f"{rows['files']['cpu_times_usual']:.1f}x ({rows['files, ready']['cpu_times_usual']:.2f}x), packed "
             f"{rows['packed']['cpu_times_usual']:.0f}x ({rows['packed, ready']['cpu_times_usual']:.1f}x) | "
             f"{name_source('input_pipeline_cpu')} |"
@@ -140,7 +140,7 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
     first = next(iter(problems.values()))
     num_windows = max(len(row["window_ms"]) for row in first["rows"])
     lines = [
-        f"One training step in bf16, AdamW, clip 1.0, copy of the batch included, one {first['device']}, torch "
+        f"One training step in bf16, AdamW, clip 1.0, including the copy of the batch, one {first['device']}, torch "
         f"{first['versions']['torch']}; median of {num_windows} windows:",
         "",
         "| model, batch | halfstep | fastest peer as documented + compile | fastest peer tuned by hand | "
@@ -199,8 +199,8 @@ def held_down(case: dict[str, Any]) -> str:
 
 
 def where_held(limit: str, rows: list[dict[str, Any]]) -> str:
-    free = [f"{row['name']} {row['variant']}" for row in rows if limit not in row["clock_limits"]]
-    return f"{limit} in all rows{' but ' if free else ''}{', '.join(free)}"
+    free = [f"{row['name']} ({row['variant']})" for row in rows if limit not in row["clock_limits"]]
+    return f"{limit} in all rows{' except ' if free else ''}{', '.join(free)}"
 
 
 def fastest(rows: list[dict[str, Any]], belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
@@ -316,7 +316,7 @@ def resnet_lines() -> str:
         [
             speed_table(own, speed["starts"]),
             "",
-            "| what | measured | command |",
+            "| what | measured | command or file |",
             "|---|---|---|",
             *classification_lines(),
         ]

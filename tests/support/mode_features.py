@@ -88,7 +88,7 @@ FEATURES: dict[str, Feature] = {
     ),  # fmt: skip
     "hold after a fault": Feature({"guard.hold": True, "model.options.poisoned": [1]}, shows=lambda out: is_exact(out)),
     "spikes": Feature({"guard.skip_spikes": True}, shows=lambda out: "spikes" in newest(out).state["step"]),
-    "validation by steps": Feature(
+    "validation every N steps": Feature(
         {"train.validate_every_steps": 2}, shows=lambda out: [r["step"] for r in records(out, "val")] == [2, 4]
     ),
     "samples": Feature(
@@ -101,7 +101,7 @@ FEATURES: dict[str, Feature] = {
     "scheduled values": Feature({}, "frozen_workload:build"),
     # Without dropout: compiled code draws other numbers for it.
     "phases": Feature({"model.options.dropout": 0.0}, "phased_workload:build"),
-    "phase that takes gradients in its loss": Feature(
+    "phase whose loss computes gradients": Feature(
         {"model.options": {"penalty": True, "critic": {"compiles": False}, "dropout": 0.0}}, "phased_workload:build"
     ),
     "forward hooks": Feature({}, "mode_features:hooked"),
