@@ -210,7 +210,7 @@ def select_device(gpu: str, here: bool, host: Host) -> Device | None:
     if host.probe is None:
         raise ConfigError(
             "--hardware needs halfstep-train",
-            why="halfstep-check alone has no torch to ask this machine's device with",
+            why="halfstep-check alone has no torch, which is needed to probe this machine's device",
             fix="in a clone of halfstep, pip install -c constraints.txt -e packages/halfstep -e packages/halfstep-train"
             " and run halfstep check --hardware; or name the device: --gpu NAME",
         )

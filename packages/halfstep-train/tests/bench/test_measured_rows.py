@@ -99,7 +99,10 @@ def test_a_window_in_which_the_machine_was_busy_changes_neither_the_time_nor_the
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore"), "out of memory: CUDA out"),
-        (HardwareError("fp8 asked for, but this has none", fix="bf16"), "fp8 asked for, but this has none (bf16)"),
+        (
+            HardwareError("fp8 was requested, but this has none", fix="bf16"),
+            "fp8 was requested, but this has none (bf16)",
+        ),
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
     ],
 )
@@ -294,7 +297,7 @@ def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None
     request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert not row.is_measured
-    assert row.reason.startswith("tf32 asked for, but ")
+    assert row.reason.startswith("tf32 was requested, but ")
 
 
 # --- what cannot fit a CPU's memory is refused, and nothing that can ---

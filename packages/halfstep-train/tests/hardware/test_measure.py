@@ -164,7 +164,7 @@ def test_each_card_gets_what_it_truly_runs_and_is_told_where_that_differs(card: 
         assert plan.granted == granted, asked
         assert plan.needs_loss_scaling == (granted == "fp16")
         if asked not in ("auto", granted):
-            assert any(f"{asked} asked for, running {granted}" in warning for warning in plan.warnings)
+            assert any(f"{asked} requested, running {granted}" in warning for warning in plan.warnings)
 
 
 @pytest.mark.slow

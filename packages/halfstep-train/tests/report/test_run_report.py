@@ -36,7 +36,7 @@ def whole_run(report: RunReport) -> None:
     report.show_header(
         "halfstep train unet",
         [("device", "NVIDIA H200"), ("precision", "bf16: native, 7.9x faster than fp32")],
-        warnings=["fp8 asked for, bf16 runs", "fp8 asked for, bf16 runs"],
+        warnings=["fp8 requested, bf16 runs", "fp8 requested, bf16 runs"],
     )
     with report.show_phase("Epoch 1/1 [Train]", 3) as bar:
         for _ in range(3):
@@ -57,7 +57,7 @@ def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> No
         "halfstep train unet",
         "  device: NVIDIA H200",
         "  precision: bf16: native, 7.9x faster than fp32",
-        "warning: fp8 asked for, bf16 runs",
+        "warning: fp8 requested, bf16 runs",
         "Epoch 1/1 [Train] 0/3",
         "warning: step 2 skipped: loss is nan (samples img_[3].png)",
         "checkpoint saved",
@@ -97,7 +97,7 @@ def test_quiet_leaves_warnings_and_the_final_summary(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False)
     whole_run(RunReport(tmp_path, quiet=True, console=screen.console))
     assert screen.text.splitlines() == [
-        "warning: fp8 asked for, bf16 runs",
+        "warning: fp8 requested, bf16 runs",
         "warning: step 2 skipped: loss is nan (samples img_[3].png)",
         "Trained",
         "  best iou: 0.6234",

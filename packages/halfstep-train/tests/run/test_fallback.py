@@ -17,7 +17,7 @@ from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.demo import write_demo
 
-WARNING = "bf16 asked for, running fp16 with loss scaling: Tesla T4 only emulates bf16"
+WARNING = "bf16 requested, running fp16 with loss scaling: Tesla T4 only emulates bf16"
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "train.batch_size": 4, "train.max_steps": 4, "precision": "bf16",
         "train.report_every": 1}  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_a_run_falls_back_warns_once_and_trains_with_loss_scaling(
 
 @pytest.mark.usefixtures("turing_is_here")
 def test_a_strict_run_refuses_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(HardwareError, match="bf16 asked for, but Tesla T4 only emulates bf16"):
+    with pytest.raises(HardwareError, match="bf16 was requested, but Tesla T4 only emulates bf16"):
         run(tmp_path / "run", **{"precision.strict": True})
     assert not (tmp_path / "run").exists()
 

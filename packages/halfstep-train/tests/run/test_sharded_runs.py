@@ -223,7 +223,7 @@ def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() ->
 
 
 def test_one_rank_cannot_shard(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train.shard=true with a single rank"):
+    with pytest.raises(ConfigError, match="train.shard=true needs more than one rank"):
         run(tmp_path / "alone", {**SETTINGS, "train.shard": True}, WORKLOAD)
 
 

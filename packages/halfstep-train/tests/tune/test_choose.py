@@ -139,7 +139,7 @@ def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> Non
     config, workload, plan = made(demo, train__fast="graph")
     assert tune_plan(plan, RunRehearsal(config, workload), said.append).mode == "compile"
     assert said == [
-        "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
+        "warning: train.fast=graph needs a CUDA device, but this run is on cpu: the step is compiled, not captured"
     ]
 
 

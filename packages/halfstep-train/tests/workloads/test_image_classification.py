@@ -179,7 +179,7 @@ def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_pa
     theirs = build_resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=1000)
     torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")
     words = [*TINY, f"model.weights={tmp_path / 'resnet18.pth'}"]
-    with pytest.raises(ModelError, match="1,000 classes, the data has 3"):
+    with pytest.raises(ModelError, match="1,000 classes, but the data has 3"):
         built(folder, *words)
     model = built(folder, *words, "model.replace_head=true").model
     assert isinstance(model, ResNet)
@@ -225,7 +225,7 @@ def test_a_model_of_the_users_own_gets_the_number_of_classes(folder: Path, own_m
 @pytest.mark.parametrize(
     ("words", "kind", "complaint"),
     [
-        (["model.path=a_users_models:fixed_head"], ModelError, r"\(1, 7\) for one image, the data has 3"),
+        (["model.path=a_users_models:fixed_head"], ModelError, r"\(1, 7\) for one image, but the data has 3"),
         (["model.path=a_users_models:not_a_model"], ModelError, "gives a int"),
         (["model.path=a_users_models:linear", "model.options.depth=3"], ModelError, "depth"),
         (["model.path=a_users_models:linear", "model.options.size=8"], ModelError, "3×32×32"),

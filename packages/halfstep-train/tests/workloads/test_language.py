@@ -179,9 +179,9 @@ def test_a_text_that_changed_since_a_run_began_is_named_once(tmp_path: Path, tex
 
 def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(tmp_path: Path, text: Path) -> None:
     save_weights(build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=500), tmp_path / "weights")
-    with pytest.raises(ModelError, match=r"500 tokens, this tokenizer has 16"):
+    with pytest.raises(ModelError, match=r"500 tokens, but this tokenizer has 16"):
         built(text, model__weights=str(tmp_path / "weights"))
-    with pytest.raises(ModelError, match=r"model\.vocab=400, the tokenizer has 16"):
+    with pytest.raises(ModelError, match=r"model\.vocab=400, but the tokenizer has 16"):
         built(text, model__vocab=400)
 
 
@@ -258,7 +258,7 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_text("short")
-    with pytest.raises(DataError, match=r"4 tokens, and one sample needs 8") as error:
+    with pytest.raises(DataError, match=r"4 tokens, but one sample needs 8") as error:
         built(folder / "a.txt")
     assert error.value.fix == "more text"  # no context is as short
     with pytest.raises(DataError, match="does not exist"):

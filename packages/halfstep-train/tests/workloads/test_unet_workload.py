@@ -103,7 +103,7 @@ def test_classes_auto_is_one_logit_a_class_and_one_is_the_binary_form(demo: Path
     binary = build_workload(config(demo, model={"classes": 1}))
     batch = binary.prepare(first_batch(binary), key=(0, 0), training=True)
     assert binary.forward(binary.model, batch).shape[1] == 1
-    with pytest.raises(DataError, match=r"model\.classes is 5, the masks contain 2 values"):
+    with pytest.raises(DataError, match=r"model\.classes is 5, but the masks contain 2 values"):
         build_workload(config(demo, model={"classes": 5}))
 
 
@@ -174,7 +174,7 @@ def test_masks_with_grey_edges_are_told_and_their_values_are_not_all_listed(tmp_
     assert "the masks contain 201 different values" in note
     assert "and 193 more" in note
     assert not build_workload(config(tmp_path / "own", model={"classes": 201})).notes
-    with pytest.raises(DataError, match=r"model.classes is 2, the masks contain 201 values: 0, 1, .* and 193 more"):
+    with pytest.raises(DataError, match=r"model.classes is 2, but the masks contain 201 values: 0, 1, .* and 193 more"):
         build_workload(config(tmp_path / "own", model={"classes": 2}))
 
 

@@ -112,7 +112,7 @@ def test_a_slower_step_stays_in_bf16_with_one_line(
     step, _ = train("fp8")
     assert (step.plan.asked, step.plan.granted, find_fp8(step)) == ("fp8", "bf16", [])
     lines = capsys.readouterr().err
-    assert lines.count("fp8 asked for, running bf16: a step takes 1100.0 ms in fp8 and 1000.0 ms in bf16") == 1
+    assert lines.count("fp8 requested, running bf16: a step takes 1100.0 ms in fp8 and 1000.0 ms in bf16") == 1
 
 
 def test_strict_refuses_a_slower_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_an_accumulated_capsule_holds_the_window(tmp_path: Path) -> None:
     ({"ema_decay": 0.9}, "ema_decay"), ({"guard": {"on_fault": "rollback"}}, "on_fault"),
 ])  # fmt: skip
 def test_options_that_need_a_whole_step_are_refused(given: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"accumulation_steps=2.* does not take {name} of hs.Step"):
+    with pytest.raises(ConfigError, match=f"accumulation_steps=2.* does not support hs.Step's {name}"):
         Training(HalfstepUpdate("fp32", **given), num=2, accumulation_steps=2).run()
 
 

@@ -112,7 +112,7 @@ WRONG = {
     "a dict of losses": (lambda loss, out: {"box": loss, "class": loss}, r"sum\(losses\.values\(\)\)"),
     "a dict with a loss": (lambda loss, out: {"loss": loss, "logits": out}, r"losses\['loss'\]"),
     "a list of losses": (lambda loss, out: [loss, loss], r"sum\(losses\)"),
-    "two losses": (lambda loss, out: (loss, loss), "the sum if there are several"),
+    "two losses": (lambda loss, out: (loss, loss), "the sum of several"),
     "an output with a loss": (lambda loss, out: SimpleNamespace(loss=loss), r"output\.loss"),
     "complex": (lambda loss, out: loss * torch.tensor(1j), "complex"),
     "unreduced": (lambda loss, out: out, r"\(8, 4\)"),
@@ -393,7 +393,7 @@ def test_every_keyword_is_in_the_signature_that_editors_show() -> None:
     assert last.annotation == "Never", "type checkers refuse any other keyword"
 
 
-@pytest.mark.filterwarnings("ignore:bf16 asked for")
+@pytest.mark.filterwarnings("ignore:bf16 requested")
 def test_a_scaler_with_bf16_is_reported_as_unused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)

@@ -418,7 +418,9 @@ def test_another_loader_is_refused_and_the_state_stays(tmp_path: Path) -> None:
     hs.save(tmp_path / "state", step, model)
     step, model, loader = make_loop(0)
     hs.load(tmp_path / "state", step, model)
-    with pytest.raises(CheckpointError, match="in the middle of a pass over 6 batches, this loader has 11") as caught:
+    with pytest.raises(
+        CheckpointError, match="in the middle of a pass over 6 batches, but this loader has 11"
+    ) as caught:
         next(step.windows(load(Plain(), batch_size=2)))
     assert "step.end_pass()" in caught.value.fix
     assert step.epoch == 0
@@ -436,7 +438,7 @@ def test_data_that_have_become_fewer_are_an_error() -> None:
     step.load_state_dict(state)
     with (
         pytest.warns(UserWarning, match="loads 5 batches"),
-        pytest.raises(CheckpointError, match="the data end after 3 batches, and 5 are to be skipped"),
+        pytest.raises(CheckpointError, match="the data end after 3 batches, but 5 are to be skipped"),
     ):
         next(step.windows(iter([torch.ones(2, 4)] * 3)))
 

@@ -94,7 +94,7 @@ def test_published_rates_count_where_nothing_was_measured() -> None:
 def test_strict_turns_the_fall_into_an_error() -> None:
     with pytest.raises(HardwareError) as caught:
         decide("bf16", TURING, strict=True)
-    assert "bf16 asked for" in caught.value.what
+    assert "bf16 was requested" in caught.value.what
     assert "fp16" in caught.value.fix
     assert decide("bf16", HOPPER, strict=True).granted == "bf16"
 

@@ -167,7 +167,7 @@ def test_a_gain_below_five_percent_is_none() -> None:
 def test_where_no_layer_gains_the_plan_is_bf16_and_says_so() -> None:
     plan = decide("fp8", HOPPER, model(), fp8_gains={"1": SLOW, "2": SLOW})
     assert (plan.asked, plan.granted) == ("fp8", "bf16")
-    assert plan.warnings[0].startswith("fp8 asked for, running bf16: no layer of Sequential gets faster in fp8")
+    assert plan.warnings[0].startswith("fp8 requested, running bf16: no layer of Sequential gets faster in fp8")
     assert "0.90x" in str(plan)
 
 
@@ -192,7 +192,7 @@ def test_a_layer_named_for_fp8_gets_it_although_it_is_the_last() -> None:
 def test_a_part_that_gains_nothing_in_fp8_says_so() -> None:
     plan = decide("bf16", HOPPER, model(), modules={"1": "fp8"}, fp8_gains={"1": SLOW})
     assert (plan.granted, computes(plan)["1"]) == ("bf16", "bf16")
-    assert "fp8 asked for, running bf16" in plan.warnings[0]
+    assert "fp8 requested, running bf16" in plan.warnings[0]
 
 
 def test_edges_are_the_outermost_layers_with_a_matrix() -> None:

@@ -274,7 +274,7 @@ def test_a_custom_policy_is_followed_and_half_sums_are_reported() -> None:
 def test_the_ledger_is_refused() -> None:
     net = make(shard=True)
     step = hs.Step(net, adamw(net), "fp32", fast="off")
-    with pytest.raises(ConfigError, match="hs.ledger with a sharded model"), hs.ledger(step):
+    with pytest.raises(ConfigError, match="hs.ledger does not support a sharded model"), hs.ledger(step):
         pass
 
 
@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[[], hs.Step], str]] = {
     "FSDP1": (_shard(_shard_by_fsdp1), "sharded by FullyShardedDataParallel"),
     "bf16 weights in a mixed precision": (_make("bf16", torch.bfloat16), "is stored in bfloat16"),
     "fp16 gradients without scaling": (_make(mp_policy=HALF), "sharded with MixedPrecisionPolicy"),
-    "capsules": (_make(capsules="bad"), "capsules='bad' with a sharded model"),
+    "capsules": (_make(capsules="bad"), "capsules='bad' cannot be used with a sharded model"),
 }
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    number: Annotated[Literal[1, 2, 3], typer.Argument(metavar="1|2|3", help="Which exercise.")],
+    number: Annotated[Literal[1, 2, 3], typer.Argument(metavar="1|2|3", help="Number of the exercise.")],
     data_dir: Annotated[
         str | None,
         typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),

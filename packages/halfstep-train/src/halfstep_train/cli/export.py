@@ -68,7 +68,9 @@ def refuse_wrong_formats(to: str, format: str) -> None:
         raise ConfigError(f"--to {to} has no format {format}", why=why, fix=f"use --format {', '.join(FORMATS[to])}")
     missing = [name for name in ONNX_PACKAGES if to == "onnx" and importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"--to onnx needs {', '.join(missing)}, not installed", fix=suggest_install(*ONNX_PACKAGES))
+        raise ConfigError(
+            f"--to onnx needs {', '.join(missing)}, which is not installed", fix=suggest_install(*ONNX_PACKAGES)
+        )
 
 
 def refuse_wrong_family(run: Path, *, trust: bool) -> None:

@@ -21,7 +21,8 @@ def command(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR|CONFIG.yaml", help="train/<class>/* and val/<class>/*, or <class>/*; or a config that caches."
+            metavar="DIR|CONFIG.yaml",
+            help="A folder of train/<class>/* and val/<class>/*, or of <class>/*; or a config that caches.",
         ),
     ],
     size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,

@@ -277,7 +277,7 @@ def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -
 
         if torch.cuda.device_count() < num:
             raise ConfigError(
-                f"--gpus asks for {format_count(num, 'GPU')}, and torch finds {torch.cuda.device_count()}",
+                f"--gpus asks for {format_count(num, 'GPU')}, but torch finds {torch.cuda.device_count()}",
                 fix="ask for fewer, or train on the CPU with --device cpu",
             )
     if num > 1:

@@ -63,7 +63,9 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
         return replace(statement, path=alias.path, value=alias.convert(statement.value))
     if path in list_sections(schema):
         example = next((key for key in list_fields(schema) if key.startswith(path + ".")), f"{path}.NAME")
-        raise ConfigError(f"{statement}: {path} is a section, not a value", fix=f"set one of them, such as {example}")
+        raise ConfigError(
+            f"{statement}: {path} is a section, not a value", fix=f"set one of its keys, such as {example}"
+        )
     if path not in list_fields(schema):
         fix = HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
         raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=fix)

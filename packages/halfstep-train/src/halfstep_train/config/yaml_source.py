@@ -201,7 +201,7 @@ class Walk:
             if not isinstance(values, dict):
                 raise ConfigError(
                     f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}",
-                    fix="name an anchor of a mapping: `<<: *NAME`",
+                    fix="refer to a mapping by its anchor: `<<: *NAME`",
                 )
             merged = {**values, **merged}
         return merged

@@ -111,7 +111,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
         val = val or _list_classes(val_folders)
         if extra := sorted(set(val) - set(classes)):
             raise DataError(
-                f"only in {list_some(val_folders)}: {list_some(extra, 10)}",
+                f"classes that exist only in {list_some(val_folders)}: {list_some(extra, 10)}",
                 why="the model never sees these classes in training",
                 fix="add them to the training folder, or remove them",
             )
@@ -136,7 +136,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences = [f"missing: {list_some(missing, 10)}"] if missing else []
     differences += [f"unknown: {list_some(extra, 10)}"] if extra else []
     raise DataError(
-        f"the data have {format_count(len(found), 'class', 'classes')}, the model was trained on {len(trained)}",
+        f"the data have {format_count(len(found), 'class', 'classes')}, but the model was trained on {len(trained)}",
         why="; ".join(differences) or "they are the same names in another order",
         fix="evaluate on data with the same class folders",
     )

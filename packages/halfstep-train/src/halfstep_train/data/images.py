@@ -171,7 +171,7 @@ def _require_finite(array: Array, path: Path) -> Array:
     num_bad = array.size - int(np.isfinite(array).sum())
     if num_bad:
         raise DataError(
-            f"{path} contains {format_count(num_bad, 'value')} of NaN, infinity or beyond the range of fp32",
+            f"{path} has NaN, infinity or numbers beyond the range of fp32 ({format_count(num_bad, 'value')})",
             why="a single one makes the loss of the whole batch NaN",
             fix="repair the file, or leave bad files out: data.on_bad_file=skip",
         )
@@ -246,7 +246,7 @@ def _convert_channels(array: Array, channels: int, path: Path) -> Array:
     if have == channels:
         return array
     raise DataError(
-        f"{path} has {have} channels, the model takes {channels}",
+        f"{path} has {have} channels, but the model takes {channels}",
         why="only gray, RGB and RGBA can be converted",
         fix=f"data.channels={have}, or use files with the same channels",
     )

@@ -64,7 +64,7 @@ def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
         raise DataError(
             f"no captions in {folder}",
             why=f"there is no {' or '.join(TABLES)} in it",
-            fix=f'metadata.jsonl with lines {{"{FILE_COLUMN}": "1.png", "{column}": "a red circle"}}',
+            fix=f'add a metadata.jsonl with lines {{"{FILE_COLUMN}": "1.png", "{column}": "a red circle"}}',
         )
     found: dict[Path, str] = {}
     for number, row in _iterate_rows(table):

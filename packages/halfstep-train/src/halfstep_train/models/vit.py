@@ -223,7 +223,7 @@ class ViT(nn.Module):
         super().__init__()
         if size.dim % size.heads or min(num_classes, size.depth) < 1:
             raise ModelError(
-                f"ViT of {size}, {num_classes} classes",
+                f"invalid ViT size: {size} with {num_classes} classes",
                 why="heads must divide dim, and all counts must be at least 1",
                 fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16",
             )

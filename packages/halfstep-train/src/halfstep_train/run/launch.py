@@ -61,9 +61,9 @@ def read_launch(variables: Mapping[str, str]) -> Launch | None:
     for name, launcher in UNKNOWN.items():
         if _read_number(variables, name) > 1:
             raise ConfigError(
-                f"{name}={variables[name]}: this command was started {variables[name]} times, as by {launcher}",
-                why=f"{launcher} does not set the address where the ranks connect",
-                fix="start it with torchrun or srun; if nothing else was started, unset " + name,
+                f"{name}={variables[name]}: this command was started {variables[name]} times, as {launcher} does",
+                why=f"{launcher} does not set the address at which the ranks connect",
+                fix="start it with torchrun or srun; if this is the only process, unset " + name,
             )
     return None
 
@@ -124,9 +124,9 @@ def choose_device(asked: str, backend: str, launch: Launch | None) -> str:
 
     if re.fullmatch(r"cuda:\d+", asked):
         raise ConfigError(
-            f"device={asked} for {launch.size} ranks",
+            f"device={asked} cannot serve {launch.size} ranks",
             why="each rank uses a different GPU",
-            fix="--gpus 0,1 names the GPUs; or leave device out, and set CUDA_VISIBLE_DEVICES",
+            fix="name the GPUs with --gpus 0,1, or leave device out and set CUDA_VISIBLE_DEVICES",
         )
     num_gpus = torch.cuda.device_count()
     if asked not in ("auto", "cuda") or num_gpus == 0:

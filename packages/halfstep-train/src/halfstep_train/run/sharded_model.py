@@ -66,7 +66,7 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
         if train.shard == "auto":
             return
         raise ConfigError(
-            "train.shard=true with a single rank",
+            "train.shard=true needs more than one rank",
             why="there is no other rank to divide the model with",
             fix="--gpus N, torchrun --nproc_per_node=N, or train.shard=false",
         )

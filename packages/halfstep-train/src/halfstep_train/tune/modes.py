@@ -36,7 +36,7 @@ WARM_START_S = 15.0  # the same with compiled code on disk: tracing remains. An 
 KERNEL_TUNING_S = 240.0
 """A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
 
-NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
+NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, but this run is on {}: the step is compiled, not captured"
 
 
 def compile_region(

@@ -50,7 +50,7 @@ def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> N
     """Refuse rows, seeds or a margin that cannot give a verdict."""
     if len(names) < 2:
         raise ConfigError(
-            f"a comparison needs two rows, and there is {f'only {names[0]!r}' if names else 'none'}",
+            f"a comparison needs two rows, but there is {f'only {names[0]!r}' if names else 'none'}",
             fix="name several with --precisions fp32,bf16, or add a row with --rows",
         )
     twice = next((name for name in names if names.count(name) > 1), "")
@@ -58,7 +58,7 @@ def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> N
         raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
     if seeds < FEWEST_SEEDS:
         raise ConfigError(
-            f"--seeds {seeds} are too few",
+            f"--seeds {seeds} is too few",
             why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
             fix=f"--seeds {FEWEST_SEEDS} or more; the default is {SEEDS}",
         )

@@ -126,7 +126,7 @@ def load_data(
     if len(workload.val_samples) == 0:
         raise DataError(
             f"the run has no validation data in {config.data.dir}",
-            why="it was trained on all of them, and training data cannot measure generalisation",
+            why="it was trained on all data, and training data cannot measure generalisation",
             fix="--data DIR with unseen data",
         )
     return config, workload

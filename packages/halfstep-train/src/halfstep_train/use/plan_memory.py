@@ -99,7 +99,7 @@ def plan_memory(
     shown = mode or SHOWN_MODES[config.train.fast]
     if ranks is not None and not 1 <= ranks <= config.train.batch_size:
         raise ConfigError(
-            f"--ranks {ranks} with train.batch_size={config.train.batch_size}",
+            f"--ranks {ranks} does not fit train.batch_size={config.train.batch_size}",
             why="batch_size counts samples over all ranks, and each rank needs at least one",
             fix=f"--ranks 1 to {config.train.batch_size}, or a larger train.batch_size",
         )

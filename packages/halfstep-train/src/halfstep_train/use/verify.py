@@ -234,7 +234,7 @@ def check_rates(step: GuardedStep, loss_fn: LossFn, window: Window, *, num_steps
         found.append((facts.read().lr, wanted))
     wrong = [(ran, wanted) for ran, wanted in found if not is_same_rate(ran, wanted)]
     if wrong:
-        return False, f"a step ran with {wrong[0][0]:.4g}, its schedule gives {wrong[0][1]:.4g}"
+        return False, f"a step ran with {wrong[0][0]:.4g}, but its schedule gives {wrong[0][1]:.4g}"
     return True, f"{num_steps} steps ran with {', '.join(f'{ran:.3g}' for ran, _ in found)}, as scheduled"
 
 

@@ -391,7 +391,7 @@ class StoredShards:
         if not path.is_file():
             raise CheckpointError(f"{path.name} is missing")
         if (size := path.stat().st_size) != expected["bytes"]:
-            raise CheckpointError(f"{path.name} has {size} bytes, {expected['bytes']} were written")
+            raise CheckpointError(f"{path.name} has {size} bytes, but {expected['bytes']} were written")
         self._files.append(file := TensorFile(path))
         self._heads.append(head := read_sealed(file.metadata[DOCUMENT]))
         if head["save"] != self.manifest["save"] or head["rank"] != rank:

@@ -346,6 +346,6 @@ def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:
     was, is_ = (f"{name} of shape {shapes[name]}" if name in shapes else f"no {name}" for shapes in (then, now))
     raise CheckpointError(
         f"the capsule {capsule.path} belongs to another model",
-        why=f"it had {was}, this one has {is_}" + (f"; {suggest_nearest(name, now)}" if name not in now else ""),
+        why=f"it had {was}, but this one has {is_}" + (f"; {suggest_nearest(name, now)}" if name not in now else ""),
         fix="replay it with the code that trained the run",
     )

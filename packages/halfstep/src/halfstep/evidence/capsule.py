@@ -129,7 +129,7 @@ def read_capsule(path: Path) -> Capsule:
         for name, expected in files.items():
             found = measure_file(path / name) if (path / name).exists() else {"bytes": 0}
             if found["bytes"] != expected["bytes"]:
-                raise ValueError(f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written")
+                raise ValueError(f"{name} has {found['bytes']:,} bytes, but {expected['bytes']:,} were written")
             if found != expected:
                 raise ValueError(f"{name} was changed after it was written")
         content = unpack(packed, TensorFile(path / BATCHES))

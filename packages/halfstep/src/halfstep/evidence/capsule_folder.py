@@ -30,6 +30,6 @@ def _make_missing_error(path: Path) -> CheckpointError:
             fix=f"halfstep replay {inside[0]}",
         )  # fmt: skip
     if (path / CONFIG).is_file():
-        why = "no step of it was a fault, or guard.capsules was 0"
+        why = "none of its steps was a fault, or guard.capsules was 0"
         return CheckpointError(f"the run {path} has no capsules", why=why, fix="name a run in which steps were skipped")
     return CheckpointError(f"there is no capsule {path}", fix="name a folder RUN/capsules/STEP")

@@ -198,7 +198,7 @@ def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: M
         return None
     if capsule.about["kind"] != "spike":
         why = capsule.inexact or "same weights, batches and generators, and a finite step"
-        not_again = Diagnosis(cause=NOT_REPRODUCED, shown=[f"run again, the step is good: {why}"])
+        not_again = Diagnosis(cause=NOT_REPRODUCED, shown=[f"the step is good when it is run again: {why}"])
         return _diagnose_state(subject, capsule) or not_again
     if (kernel := _diagnose_custom_kernel(runs)) is not None:
         return kernel

@@ -571,7 +571,7 @@ class FastPath:
                 "guard"
             )
             attempt.level = None  # other code of the same trace is suspect, too
-            raise NotTraced(f"replays differ from uncaptured steps, {num_suspect} steps are suspect") from None
+            raise NotTraced(f"replays differ from uncaptured steps; {num_suspect} steps are suspect") from None
         self._note_check(level)
         level.certificate.num_checks += 1
 

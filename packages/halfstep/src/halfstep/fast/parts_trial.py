@@ -1,7 +1,7 @@
 """Whether a loss function that is not captured runs compiled, with graph breaks: it must be right, and faster.
 
-This is for code that torch cannot trace whole, and for the shapes that get no graph because there are too many. The
-steps of a trial are real steps, made by torch's kernels. At its first call every part is compared, and timed on the
+This is for code that torch cannot trace as one graph, and for the shapes that get no graph because there are too many.
+The steps of a trial are real steps, made by torch's kernels. At its first call every part is compared, and timed on the
 side (compiled_parts.py). Once nothing new is compiled, the sums over the parts of a step decide, so that a refusal
 leaves training as it would be without the trial. The first compiled steps are timed as a whole, and refused if they
 are slower than eager ones.
@@ -197,9 +197,7 @@ class PartsTrial:
             facts = self._drop_step(loss_fn, eager)
         elif parts.is_at_fault:
             self.path.pardon(step.attempted)
-            warn_user(
-                f"{parts.failure}: the steps that were dropped last are its fault, not your model's; it is given up"
-            )
+            warn_user(f"{parts.failure}: it caused the last dropped steps, not your model, and is no longer used")
         seconds = self._read_clock() - began
         if self.stage is Stage.USED:
             self.path.by_compiler.add(number)

@@ -101,7 +101,7 @@ class FreedGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError("backward a second time through the autograd graph of loss_fn, which the step has freed")
+        raise RuntimeError("backward ran a second time through the autograd graph of loss_fn, which the step has freed")
 
 
 @dataclass

@@ -55,7 +55,7 @@ class AccelerateGuard(HostGuard):
             raise ConfigError(
                 f"{name} cannot be guarded",
                 why="it updates weights inside backward, before the gradients of a step can be judged",
-                fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
+                fix="use an optimizer that steps after backward, such as optim='adamw_torch_fused'",
             )
         self.accelerator, self.accelerated = accelerator, optimizer
         super().__init__(

@@ -452,7 +452,7 @@ class HostGuard(HostSteps):
         if closure is not None:
             raise ConfigError(
                 "optimizer.step(closure) cannot be guarded",
-                why="the closure evaluates the model inside the step, so it cannot be judged before",
+                why="the closure evaluates the model inside the step, so the step cannot be judged in advance",
                 fix="use an optimizer that steps without a closure",
             )
         self.step()

@@ -134,7 +134,7 @@ class HalfstepPrecision:
         _refuse_strategy(pl_module.trainer.strategy, GUARDABLE)
         if len(optimizers) != 1:
             raise ConfigError(
-                f"HalfstepPrecision guards one optimizer, and configure_optimizers returned {len(optimizers)}",
+                f"HalfstepPrecision guards one optimizer, but configure_optimizers returned {len(optimizers)}",
                 why="Lightning does not show which of them a loss belongs to",
                 fix="one optimizer with several parameter groups, or Lightning's own precision=...",
             )

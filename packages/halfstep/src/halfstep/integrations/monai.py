@@ -159,9 +159,9 @@ class AccumulatedSteps(HostGuard):
         max_consecutive = guard.pop("max_consecutive", 5)
         if others := others | guard:
             raise ConfigError(
-                f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) does not take "
-                f"{', '.join(others)} of hs.Step",
-                why="the trainer gives one batch at a time, and an hs.Step needs all batches of its window",
+                f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) does not support "
+                f"hs.Step's {', '.join(others)}",
+                why="the trainer gives one batch at a time, and hs.Step needs all batches of a window at once",
                 fix=f"leave {', '.join(others)} out, or accumulation_steps=1",
             )
         self.engine, self.clip_norm, self.on_gradients = engine, clip_norm, on_gradients

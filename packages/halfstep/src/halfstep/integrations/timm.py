@@ -65,7 +65,7 @@ class HalfstepScaler:
         if optimizer is not self.guard.optimizer:
             raise ConfigError(
                 f"this {type(optimizer).__name__} is not the optimizer that HalfstepScaler was given",
-                fix="one HalfstepScaler(model, optimizer) for each optimizer",
+                fix="create one HalfstepScaler(model, optimizer) for each optimizer",
             )
         self.guard.record(loss)  # train.py has divided it by the number of accumulated batches
         self._scaler.scale(loss).backward(create_graph=create_graph)

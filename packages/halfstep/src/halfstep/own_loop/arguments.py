@@ -247,7 +247,7 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
         if held and not any(id(weight) in own for weight in held):
             raise ConfigError(
                 f"{type(optimizer).__name__} trains no parameter of this {type(model).__name__}",
-                why="it was created for another model, or before model.to(...), a copy or fully_shard replaced them",
+                why="it was created for another model, or before model.to(...), a copy or fully_shard replaced weights",
                 fix=f"create it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
                 "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
@@ -281,7 +281,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             cast = "bfloat16()" if wanted is torch.bfloat16 else "float()"
             other = ": there is no fp64 precision" if stored == "float64" else ", or choose another precision"
             raise PrecisionError(
-                f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
+                f"{name} is stored in {stored}, but precision {plan.granted!r} stores it in {row.storage}",
                 why="the optimizer already refers to these weights, so they cannot be cast now",
                 fix=f"call model.{cast} before creating the optimizer, and before fully_shard{other}",
             )
@@ -297,13 +297,13 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bo
         return {}
     if capsules:
         raise ConfigError(
-            f"capsules={capsules!r} with a sharded model",
+            f"capsules={capsules!r} cannot be used with a sharded model",
             why="a capsule contains whole weights, and no rank has them",
             fix="leave capsules= out; to look for the cause of a bad step, run a smaller model without fully_shard",
         )
     if has_fp8 or any(row.compute == "fp8" for row in plan.rows):
         raise PrecisionError(
-            "precision 'fp8' with a sharded model",
+            "precision 'fp8' does not support a sharded model",
             why="fp8 pays in compiled steps only, and a sharded step is not captured",
             fix="precision='bf16'",
         )
@@ -312,7 +312,7 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bo
     for policy in policies:
         if torch.float16 in (policy.param_dtype, policy.reduce_dtype) and not plan.needs_loss_scaling:
             raise PrecisionError(
-                f"the model is sharded with {policy}, precision is {plan.granted!r}",
+                f"the model is sharded with {policy}, but precision is {plan.granted!r}",
                 why="fp16 gradients vanish without loss scaling",
                 fix='precision="fp16", or fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, '
                 "reduce_dtype=torch.float32))",

@@ -133,7 +133,7 @@ class DataPosition:
                 if current.is_replaced:
                     raise ConfigError(
                         "a state was loaded while step.windows was running",
-                        why="the loaded state has its own position in the data, and this pass is elsewhere",
+                        why="the loaded state has its own position in the data, which is not that of this pass",
                         fix="leave the loop after loading, and call step.windows again: it continues there. To go on "
                         'with this pass instead, load step.state_dict() without its "position"',
                     )
@@ -311,7 +311,7 @@ class _Pass:
         if found.num_batches != self.state.num_batches:
             raise CheckpointError(
                 f"the state is in the middle of a pass over {found.num_batches or 'an unknown number of'} batches, "
-                f"this loader has {self.state.num_batches or 'an unknown number'}",
+                f"but this loader has {self.state.num_batches or 'an unknown number'}",
                 why=f"the {skipped} to skip would be different ones",
                 fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
             )
@@ -695,7 +695,7 @@ def _count_batches(batches: Any) -> int | None:
 
 def _make_too_short(number: int, num: int) -> CheckpointError:
     return CheckpointError(
-        f"the data end after {format_count(number, 'batch', 'batches')}, and {num} are to be skipped",
+        f"the data end after {format_count(number, 'batch', 'batches')}, but {num} are to be skipped",
         why="there are fewer batches than when the state was stored",
         fix="resume with the same data, or call step.end_pass() first to begin a new pass",
     )

@@ -159,7 +159,7 @@ def ledger(step: object) -> Iterator[SeenSteps]:
         raise ConfigError(f"hs.ledger takes an hs.Step, not {type(step).__name__}", fix="with hs.ledger(step) as seen:")
     if guarded.sharding is not None:
         raise ConfigError(
-            "hs.ledger with a sharded model",
+            "hs.ledger does not support a sharded model",
             why="it recognises casts of weights by their memory, and FSDP gathers weights into new memory",
             fix="watch the same model without fully_shard, with fewer layers if it does not fit: its plan is the same",
         )

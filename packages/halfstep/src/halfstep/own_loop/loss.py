@@ -78,8 +78,8 @@ class LossChecker:
         named = self.step.model.named_modules()
         norms = [name for name, m in named if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
         if norms:
-            warn_user(f"loss_fn ran no layer of the model, so a bad step cannot restore what BatchNorm {norms[0]!r} "
-                      "wrote before it: run the forward pass inside loss_fn")  # fmt: skip
+            warn_user(f"loss_fn ran no layer of the model, so what BatchNorm {norms[0]!r} wrote cannot be restored "
+                      "after a bad step: run the forward pass inside loss_fn")  # fmt: skip
         elif not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
             warn_user(f"loss_fn ran no layer of the model, and nothing was computed in {self.step.plan.granted}: run "
                       "the forward pass inside loss_fn, or in `with step.plan.forward():`")  # fmt: skip
@@ -118,7 +118,7 @@ class LossChecker:
         operation, numbers = find_last_operation(loss)
         # A large power of two.
         if operation == "MulBackward0" and any(n >= 1024 and math.frexp(n)[0] == 0.5 for n in numbers):
-            warn_user("the loss is multiplied by a large power of two, as by GradScaler.scale: return the plain loss")
+            warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: return the plain loss")
         if operation == "DivBackward0" and self.step.accumulate > 1 and self.step.accumulate in numbers:
             warn_user(f"the loss is divided by {self.step.accumulate}, as a loop that accumulates by hand does: the "
                        "step already averages over its window. In that case, return the plain loss")  # fmt: skip

@@ -70,8 +70,8 @@ def save(
         raise CheckpointError(
             f"hs.save cannot store {error}",
             why="the file contains tensors and JSON, so that loading it never runs code",
-            fix="numbers, strings, tensors, and lists, tuples and dicts of them, also in the state_dict() of a model "
-            "or loader: float(x) of a NumPy number, x.state_dict() of an object",
+            fix="store numbers, strings, tensors, and lists, tuples and dicts of them, even in the state_dict() of a "
+            "model or loader; convert a NumPy number with float(x), and store x.state_dict() of an object",
         ) from error
 
 
@@ -105,7 +105,7 @@ def load(
         state = _read(path)
     if num_models != state["num_models"]:
         raise CheckpointError(
-            f"{path} contains {_describe_number(state['num_models'])}, and hs.load was given "
+            f"{path} contains {_describe_number(state['num_models'])}, but hs.load was given "
             f"{_describe_number(num_models)}",
             why="the weights are stored by their position in the list, or without a list by their names alone",
             fix="hs.load(path, step, ...) with the same models as hs.save, in the same order",
@@ -113,7 +113,7 @@ def load(
     _refuse_different_model(path, model, state["model"])
     if len(steps) != len(state["steps"]):
         raise CheckpointError(
-            f"{path} contains the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
+            f"{path} contains the state of {format_count(len(state['steps']), 'step')}, but {len(steps)} were given",
             fix="pass the same steps as to hs.save, in the same order",
         )
     for one, its_state in zip(steps, state["steps"], strict=True):
@@ -232,9 +232,9 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             )
         if num_missing:
             warn_user(
-                f"{num_missing} of the {len(trained)} parameters that the step trains are in no given model, "
-                "so the file does not contain them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
-                "tensor outside of any module can be stored as a keyword argument of hs.save"
+                f"{num_missing} of the {len(trained)} parameters that the step trains are not in the given "
+                "models, so the file does not contain them: hs.save(path, step, [model, criterion]), and the same for "
+                "hs.load; a tensor outside of any module can be stored as a keyword argument of hs.save"
             )
 
 
@@ -282,7 +282,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} contains tensors without the state of a loop",
                 why="hs.save did not write it",
-                fix="safetensors.torch.load_file reads it, for model.load_state_dict",
+                fix="read it with safetensors.torch.load_file, and pass the result to model.load_state_dict",
             )
         found = read_sealed(document)
         if (layout := found["layout"]) != LAYOUT_VERSION:

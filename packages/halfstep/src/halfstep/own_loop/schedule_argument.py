@@ -46,8 +46,8 @@ class Paced:
         if isinstance(self.schedule, ReduceLROnPlateau):
             raise ConfigError(
                 f"hs.per_{self.every} was given a ReduceLROnPlateau",
-                why="it follows a metric, neither steps nor epochs",
-                fix="schedule=plateau as it is, and step.validated(metric) after each validation",
+                why="it follows a metric, not steps or epochs",
+                fix="pass schedule=plateau itself, and call step.validated(metric) after each validation",
             )
 
 
@@ -332,7 +332,7 @@ class LoopSchedules:
                 f"a state with the learning rate {loaded[0]:g} was loaded into {type(driven.optimizer).__name__}, and "
                 f"schedule= ({driven.kind}), which is at {count}, gives {own[0]:g}",
                 why="an optimizer's state lacks the position of its schedule, which would begin again",
-                fix="scheduler.load_state_dict(...) as well; for a schedule that is a function, step.load_state_dict; "
+                fix="call scheduler.load_state_dict(...) as well, or step.load_state_dict for a schedule function; "
                 "to begin the schedule again, load before creating the step",
             )
 
@@ -378,7 +378,7 @@ class LoopSchedules:
             count = (committed if driven.every == "step" else int(state["epochs"])) - start
             if isinstance(driven.absolute, Curve) and count < 0:
                 raise CheckpointError(
-                    f"{type(driven.scheduler).__name__} is at {driven.first}, the state at {driven.first + count}",
+                    f"{type(driven.scheduler).__name__} is at {driven.first}, but the state at {driven.first + count}",
                     why="a scheduler cannot step back",
                     fix="create the step with a new scheduler, as when the state was saved",
                 )

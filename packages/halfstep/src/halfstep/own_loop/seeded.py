@@ -51,7 +51,7 @@ class SeededDataset(Dataset[Any]):
             raise DataError(
                 f"hs.seeded was given the index {index!r}",
                 why="it seeds each sample by (seed, epoch, index), so an index must be an integer",
-                fix="a sampler that yields integers",
+                fix="use a sampler that yields integers",
             )
         number = int(index) if int(index) >= 0 else int(index) + len(self)
         mixed = np.random.SeedSequence((3, self.seed, epoch, number)).generate_state(4, np.uint32).tolist()
@@ -83,5 +83,5 @@ def seeded(dataset: Dataset[Any], seed: int = 0) -> SeededDataset:
             fix="seed inside its __iter__, by the number of the sample",
         )
     if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) < 0:
-        raise DataError(f"hs.seeded was given seed={seed!r}", fix="an integer of at least 0")
+        raise DataError(f"hs.seeded was given seed={seed!r}", fix="give an integer of at least 0")
     return SeededDataset(dataset, int(seed))

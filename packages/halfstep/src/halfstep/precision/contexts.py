@@ -79,7 +79,7 @@ def get_device_type(plan: Plan) -> str:
     if not plan.device:
         raise PrecisionError(
             f"this plan is for {plan.device_name}, which is not on this machine",
-            fix="make the plan for a device of this machine",
+            fix="make the plan for a device on this machine",
         )
     return plan.device.partition(":")[0]
 
@@ -167,7 +167,7 @@ def _enter_simulated_backend(plan: Plan) -> Iterator[None]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
     if simulated:
-        raise PrecisionError("a simulated plan inside torch.compile", why="simulation is eager only")
+        raise PrecisionError("a simulated plan cannot run inside torch.compile", why="simulation is eager only")
     # torch reports "none" for a leaf that was never set: true fp32, or the library's own default.
     wrong = {leaf: value for leaf, value in read_effective_leaves().items() if value.replace("none", "ieee") != mode}
     if wrong:

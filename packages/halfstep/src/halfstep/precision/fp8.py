@@ -259,7 +259,7 @@ def fall_back_to_bf16(plan: Plan, why: str, *, strict: bool = False, forcible: b
     if strict:
         force = "or precision.force=true (hs.Precision(..., force=True)) to run fp8 anyway" if forcible else ""
         raise make_strict_refusal("fp8", "bf16", why, fix=force)
-    warning = f"fp8 asked for, running bf16: {why}"
+    warning = f"fp8 requested, running bf16: {why}"
     warning += " (precision.force=true, hs.Precision(..., force=True), runs fp8 anyway)" if forcible else ""
     granted, reason = ("bf16", why) if "fp8" in (plan.asked, plan.granted) else (plan.granted, plan.reason)
     rows = tuple(_move_to_bf16(row, why) for row in plan.rows)

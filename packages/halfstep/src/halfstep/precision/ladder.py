@@ -115,14 +115,14 @@ def _step_down(asked: str, hardware: Hardware, missing: str, *, strict: bool) ->
     if strict:
         raise make_strict_refusal(asked, granted, missing, fix=f"or auto, or simulate {asked} for its numerics")
     scaling = " with loss scaling" if granted == "fp16" else ""
-    warning = f"{asked} asked for, running {granted}{scaling}: {missing}"
+    warning = f"{asked} requested, running {granted}{scaling}: {missing}"
     return Grant(asked=asked, precision=granted, reason=f"{missing}; {granted} is the next rung down", warning=warning)
 
 
 def make_strict_refusal(asked: str, granted: str, missing: str, *, fix: str = "") -> HardwareError:
     """Return the error for a request that only a lower rung could serve while `strict` is on."""
     return HardwareError(
-        f"{asked} asked for, but {missing}",
+        f"{asked} was requested, but {missing}",
         why=f"strict is on, so halfstep does not fall back to {granted}",
         fix=", ".join(filter(None, (f"ask for {granted}, or leave strict off", fix))),
     )

@@ -174,7 +174,7 @@ class Ema:
         own = self.state_dict()
         if not state:
             raise CheckpointError(
-                "the checkpoint contains no averaged weights, this step has an average",
+                "the checkpoint contains no averaged weights, but this step has an average",
                 fix="create the step without ema_decay, or start the average from its values now: "
                 "state | {'ema': step.ema.state_dict()}",
             )

@@ -41,8 +41,8 @@ def _check_weight(weight: Any) -> Weight:
     raise ConfigError(
         f"loss_fn returned (loss, {shown}), but the second value is the weight of the batch",
         why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return the loss alone, the sum if there are several, and keep results in a variable; a "
-        "fractional weight: torch.tensor(w)",
+        fix="return the loss alone (the sum of several) and keep other results in a variable; "
+        "give a fractional weight as torch.tensor(w)",
     )
 
 

@@ -47,7 +47,7 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
     if num_here >= num_then:
         return []
     return [
-        f"the run had {format_count(num_then, 'GPU')}, this machine has {num_here}: "
+        f"the run had {format_count(num_then, 'GPU')}, but this machine has {num_here}: "
         "the random generators of the other devices start over"
     ]
 

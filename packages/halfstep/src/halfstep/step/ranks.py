@@ -329,7 +329,7 @@ def _refuse_unwrapped(
         raise ConfigError(
             f"{len(outside)} trained parameters are not wrapped in DistributedDataParallel: {shown}",
             why="their gradients are not summed: each rank would train different values",
-            fix="make them part of the module that DDP wraps, or wrap the module that holds them as well",
+            fix="make them part of the module that DDP wraps, or wrap the module that contains them as well",
         )
 
 
@@ -352,7 +352,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
     is_data_parallel = mesh.ndim == 1 or mesh.ndim == 2 and all(found[0].is_replicate() for found in placements)
     if mesh.size() != size or not is_data_parallel:
         raise ConfigError(
-            f"the model is sharded over a mesh of {sharding.describe()}, and {size} ranks train it",
+            f"the model is sharded over a mesh of {sharding.describe()}, but {size} ranks train it",
             why="all ranks must accept or drop a step together; tensor and pipeline parallelism are not supported",
             fix=f'one dimension, init_device_mesh(device, ({size},)), or replicas x shards: '
             f'init_device_mesh(device, (2, {max(size // 2, 1)}), mesh_dim_names=("replicate", "shard"))',
@@ -367,7 +367,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
         raise ConfigError(
             f"weights are on {sharded[0].device.type}, the mesh on {mesh.device_type}: they are offloaded",
             why="the step would judge and commit on the host",
-            fix="fully_shard(...) without offload_policy=",
+            fix="call fully_shard(...) without offload_policy=",
         )
     own = {id(p) for p in model.parameters()}
     strangers = sum(id(p) not in own for p in trained)

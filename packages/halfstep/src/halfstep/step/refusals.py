@@ -120,7 +120,7 @@ def refuse_half_sums(trained: Sequence[Tensor], accumulate: int, ranks: object) 
     terms."""
     if ranks is not None and accumulate > 1 and any(p.dtype == torch.bfloat16 for p in trained):
         raise ConfigError(
-            f"accumulate={accumulate} with bf16 weights on several ranks",
+            f"accumulate={accumulate} does not work with bf16 weights on several ranks",
             why="DDP and FSDP would sum the window's gradients in bf16",
             fix="use a larger batch without accumulation, or fp32 weights (precision bf16)",
         )

@@ -108,8 +108,8 @@ class Scaler:
         if self.enabled != bool(state):
             made, here = ("with", "without") if state else ("without", "with")
             raise CheckpointError(
-                f"the checkpoint was saved {made} loss scaling, this step runs {here} it",
-                why="fp16 needs its scale, other precisions have none",
+                f"the checkpoint was saved {made} loss scaling, but this step runs {here} it",
+                why="fp16 needs its scale, and other precisions have none",
                 fix="resume with the precision the run was started with",
             )
         if missing := [key for key in ("scale", "_growth_tracker") if state and key not in state]:

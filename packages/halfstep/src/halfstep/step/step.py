@@ -251,8 +251,8 @@ class GuardedStep:
         names = [name for name, p in self.model.named_parameters() if id(p) in bad]
         if names:
             warn_user(
-                f"not finite before the first step: {', '.join(names[:3])}{', …' * (len(names) > 3)}. Steps do "
-                "not fix this, and steps that use these values are dropped: initialise them, or load finite weights"
+                f"parameters not finite before the first step: {', '.join(names[:3])}{', …' * (len(names) > 3)}. Steps "
+                "do not fix this, and steps that use these values are dropped: initialise them, or load finite weights"
             )
 
     @property

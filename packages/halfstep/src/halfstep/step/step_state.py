@@ -64,7 +64,7 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
     """Check that a state can be loaded before changing anything."""
     found = list(state) if isinstance(state, Mapping) else []
     if missing := [key for key in KEYS if key not in found]:
-        holds = f" of {', '.join(map(str, found[:4]))}" if found else ""
+        holds = f" (keys {', '.join(map(str, found[:4]))})" if found else ""
         raise CheckpointError(
             f"this {type(state).__name__}{holds} is not the state of a step: it lacks {', '.join(missing)}",
             fix="pass what step.state_dict() returned; load a model's or optimizer's state with its load_state_dict()",
@@ -74,7 +74,7 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
         step.ema.refuse_unfit(state["ema"])
     elif state["ema"]:
         raise CheckpointError(
-            "the checkpoint contains averaged weights, this step has no average",
+            "the checkpoint contains averaged weights, but this step has no average",
             why="they would be lost silently",
             fix="create the step with ema_decay, or drop them with state | {'ema': {}}",
         )
@@ -92,14 +92,14 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
 
 def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
     if len(optimizers) != len(states):
-        raise _make_misfit(f"contains {len(states)} optimizers, this step has {len(optimizers)}")
+        raise _make_misfit(f"contains {len(states)} optimizers, but this step has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
         name = type(optimizer).__name__
         own, stored = optimizer.param_groups, state["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (stored, own)]
         if sizes[0] != sizes[1]:
             raise _make_misfit(
-                f"contains groups of {_list_sizes(sizes[0])} parameters, {name} here has {_list_sizes(sizes[1])}"
+                f"contains groups of {_list_sizes(sizes[0])} parameters, but {name} here has {_list_sizes(sizes[1])}"
             )
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):

@@ -160,7 +160,7 @@ class Values(Tabulated):
         return ConfigError(
             f"one of the schedules {', '.join(self.names)} has no value for step {step}",
             why=f"{type(error).__name__}: {error}",
-            fix="let each be a finite number for every step of the training, as in max(0, 1 - step / total)",
+            fix="make each a finite number for every training step, as in max(0, 1 - step / total)",
         )
 
 

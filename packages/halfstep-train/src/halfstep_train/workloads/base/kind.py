@@ -271,7 +271,7 @@ def check_metrics(metrics: object, workload: str) -> None:
     fail."""
     if missing := [name for name in METRICS if not hasattr(metrics, name)]:
         raise ConfigError(
-            f"metrics of {workload}: a {type(metrics).__name__} without {', '.join(missing)}",
+            f"metrics of {workload}: {type(metrics).__name__} has no {', '.join(missing)}",
             why="checkpoints store the sums, so that a resumed run has the same scores",
             fix=f"give it {', '.join(METRICS)}, or use halfstep_train.workloads.base.sums.Means, "
             "as examples/own_workload.py does",
@@ -282,7 +282,7 @@ def check_samples(samples: object, whose: str) -> None:
     """Refuse samples without a `sample` method, such as a torch Dataset, which would fail only later, in a worker."""
     if not (hasattr(samples, "__len__") and callable(getattr(samples, "sample", None))):
         raise ConfigError(
-            f"{whose}: a {type(samples).__name__} without __len__ or sample(index, *, key)",
+            f"{whose}: {type(samples).__name__} has no __len__ or sample(index, *, key)",
             why="a sample may depend only on its index and key, so that results do not depend on workers and batches",
             fix="give it `def sample(self, index, *, key): return {name: tensor}`; a Dataset returns self[index] there",
         )

@@ -247,7 +247,7 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if shape != (1, num_classes):
         raise ModelError(
-            f"{path} gives {shape} for one image, the data has {num_classes} classes",
+            f"{path} gives {shape} for one image, but the data has {num_classes} classes",
             why="it must return logits of shape (1, classes)",
             fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
         )
@@ -305,7 +305,7 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
     if theirs is not None and len(theirs) != len(own):
         raise ModelError(
-            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, the data has {len(own)}",
+            f"{source} has weights for {format_count(len(theirs), 'class', 'classes')}, but the data has {len(own)}",
             fix="model.replace_head=true starts with a new head",
         )
     load_weights_(model, weights, source=source)

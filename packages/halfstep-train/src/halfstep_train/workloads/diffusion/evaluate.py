@@ -138,7 +138,7 @@ def open_features(path: Path, device: torch.device) -> nn.Module:
         raise ModelError(
             f"cannot read the features in {path}",
             why="it is not a TorchScript file" if path.is_file() else "there is no such file",
-            fix="torch.jit.script(module).save(FILE): images (N, 3, H, W) of bytes to features (N, D)",
+            fix="torch.jit.script(module).save(FILE), with a module from uint8 images (N, 3, H, W) to features (N, D)",
         ) from error
     return module
 

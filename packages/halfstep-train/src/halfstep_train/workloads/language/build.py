@@ -44,7 +44,7 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
     if store is None:
         if config.model.vocab not in (0, data.vocab):
             raise ModelError(
-                f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
+                f"model.vocab={config.model.vocab:,}, but the tokenizer has {data.vocab:,} tokens",
                 why="the embedding has one row per token",
                 fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
             )
@@ -148,7 +148,7 @@ def check_length(train: Tokens, context: int) -> None:
     if len(train) <= context:
         shorter = (len(train) - 1) // 8
         raise DataError(
-            f"the training text has {len(train):,} tokens, and one sample needs {context:,} + 1",
+            f"the training text has {len(train):,} tokens, but one sample needs {context:,} + 1",
             why="a sample is a window of model.context tokens and the token after each",
             fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
         )

@@ -204,7 +204,7 @@ class GPT2(nn.Module):
         super().__init__()
         if size.dim % size.heads or min(size.depth, size.heads, size.dim, size.context, size.vocab) < 1:
             raise ModelError(
-                f"GPT-2 of {size.depth} blocks, {size.heads} heads and {size.dim} channels",
+                f"invalid GPT-2 size: {size.depth} blocks, {size.heads} heads and {size.dim} channels",
                 why="heads must divide channels, and all counts must be at least 1",
                 fix=f"choose a model.dim that model.heads divides; the published sizes are {', '.join(GPT2S)}",
             )

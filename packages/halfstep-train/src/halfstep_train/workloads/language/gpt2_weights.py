@@ -212,7 +212,7 @@ def _pad_embedding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
     rows = len(embedding)
     if not vocab <= rows <= pad_vocab(vocab):
         raise ModelError(
-            f"{path} has {rows:,} tokens, this tokenizer has {vocab:,}",
+            f"{path} has {rows:,} tokens, but this tokenizer has {vocab:,}",
             why="a token id selects a row of the embedding: with another tokenizer the rows do not match",
             fix="set data.tokenizer to the tokenizer.json of these weights",
         )

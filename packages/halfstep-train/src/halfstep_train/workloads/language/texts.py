@@ -354,7 +354,9 @@ def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
         alphabet = [meta["itos"][number] for number in range(len(meta["itos"]))]
         is_single = all(isinstance(one, str) and len(one) == 1 for one in alphabet)
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, IndexError, ValueError, OSError) as error:
-        raise DataError(f"cannot read {path}", why=str(error), fix="nanoGPT's prepare.py writes it") from error
+        raise DataError(
+            f"cannot read {path}", why=str(error), fix="write it again with nanoGPT's prepare.py"
+        ) from error
     if not is_single or alphabet != sorted(set(alphabet)):
         raise DataError(f"{path} does not list single characters in order", fix="data.tokenizer, or remove the file")
     return Characters("".join(alphabet))

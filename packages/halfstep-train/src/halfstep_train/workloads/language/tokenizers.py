@@ -170,7 +170,7 @@ class Tiktoken:
         except Exception as error:  # no network, a damaged file
             raise DataError(
                 f"tiktoken cannot load its encoding {encoding!r}",
-                why=f"{type(error).__name__}: it downloads files that are not in its cache",
+                why=f"{type(error).__name__}; tiktoken downloads files that are not in its cache",
                 fix="set TIKTOKEN_CACHE_DIR to a folder with its files, or data.tokenizer=FOLDER/tokenizer.json",
             ) from error
         self.encoding, self.name = encoding, f"{TIKTOKEN}{encoding}"

@@ -31,7 +31,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"temperature {self.temperature:g}, top-k {self.top_k}, top-p {self.top_p:g}",
+                f"cannot sample with temperature {self.temperature:g}, top-k {self.top_k}, top-p {self.top_p:g}",
                 why="temperature and top-k are 0 or more, and finite; top-p is above 0 and at most 1",
                 fix="--temperature 0.8 --top-k 200 --top-p 0.95",
             )

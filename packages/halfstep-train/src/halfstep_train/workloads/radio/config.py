@@ -44,7 +44,7 @@ class RadioDataConfig(DataConfig):
     )
     test_maps: tuple[int, ...] = setting((), "Maps to test on, by number; needs val_maps")
     threshold: float = setting(
-        0.0, "Gains below this are set to 0, the rest is rescaled to 0..1; RadioUNet uses 0.2", ge=0, lt=1
+        0.0, "Gains below this are set to 0, and the rest is rescaled to 0..1; RadioUNet uses 0.2", ge=0, lt=1
     )
 
     @model_validator(mode="after")

@@ -277,7 +277,7 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
             bad_files.report(
                 DataError(
                     f"images of one map differ in size: {', '.join(f'{path} is {sizes[path]}' for path in sizes)}",
-                    why="a pixel of the inputs and of the gains must be the same place",
+                    why="a pixel must be the same location in the inputs and the gains",
                     fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
                 )
             )
@@ -339,7 +339,7 @@ def choose_split(tree: RadioTree) -> Split:
             raise DataError(
                 f"no map {list_some(strange)} in {tree.gain_dir}",
                 why="data.val_maps or data.test_maps names it",
-                fix=f"there are {list_some(here)}",
+                fix=f"use existing maps: {list_some(here)}",
             )
         train = tuple(number for number in here if number not in held_out)
         return {"train": train, "val": settings.val_maps, "test": settings.test_maps}

@@ -219,7 +219,8 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
         )
     if classes not in ("auto", found) and not (classes == 1 and found == 2):
         raise DataError(
-            f"model.classes is {classes}, the masks contain {found} values: {list_some(table.values, SHOWN_VALUES)}",
+            f"model.classes is {classes}, but the masks contain {found} values: "
+            f"{list_some(table.values, SHOWN_VALUES)}",
             fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
         )
     return {

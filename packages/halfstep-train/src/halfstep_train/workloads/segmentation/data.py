@@ -172,7 +172,9 @@ def _split_by_lists(pairs: Sequence[Pair], data: UNetDataConfig) -> tuple[tuple[
         train = tuple(pair for pair in pairs if pair not in val)
     both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=make_natural_key)
     if both:
-        raise DataError(f"in both lists: {list_some(both)}", why="validating on training images would measure nothing")
+        raise DataError(
+            f"images in both lists: {list_some(both)}", why="validating on training images would measure nothing"
+        )
     if not train:
         raise DataError("the lists leave no image to train on", fix="check data.train_list and data.val_list")
     return train, val
@@ -319,7 +321,7 @@ def _inspect(pair: Pair, *, is_thorough: bool) -> ImageFacts:
     image, mask = read_image_facts(pair.image), read_image_facts(list_mask_files(pair.mask)[0])
     if image.size != mask.size:
         raise DataError(
-            f"{pair.image} is {_format_size(image.size)}, its mask {pair.mask.name} is {_format_size(mask.size)}",
+            f"{pair.image} is {_format_size(image.size)}, but its mask {pair.mask.name} is {_format_size(mask.size)}",
             why="each pixel of the image needs a class",
             fix="export both at one size, or leave such pairs out: data.on_bad_file=skip",
         )

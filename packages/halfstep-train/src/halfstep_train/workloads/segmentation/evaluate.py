@@ -60,7 +60,7 @@ def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, li
     theirs, ours = (list_some(table.values, SHOWN_VALUES) for table in (found, own))
     if not len(found.values) == len(own.values) == 2:
         raise DataError(
-            f"these masks contain the values {theirs}, the run's classes are {ours}",
+            f"these masks contain the values {theirs}, but the run's classes are {ours}",
             why="only two values for two classes can be matched by order",
             fix=f"save the masks with the values of the run: {ours}",
         )

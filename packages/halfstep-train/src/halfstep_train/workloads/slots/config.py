@@ -171,7 +171,9 @@ class SlotContrastConfig(RunConfig):
     @model_validator(mode="after")
     def check_chunk_size(self) -> Self:
         if self.model.contrast_weight and self.data.chunk_size < 2:
-            raise ValueError("data.chunk_size=1 has no second frame to contrast with: 2 or more, or contrast_weight=0")
+            raise ValueError(
+                "data.chunk_size=1 has no second frame to contrast with: set 2 or more, or contrast_weight=0"
+            )
         return self
 
 

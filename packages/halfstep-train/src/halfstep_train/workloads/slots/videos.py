@@ -90,7 +90,7 @@ def open_each(
     found = [video for _, video in bad_files.try_each(open_one, list(sources)) if video is not None]
     if not found:
         raise DataError(
-            f"no video is in {where}",
+            f"no video in {where}",
             why=describe_left_out(bad_files),
             fix="use one folder of images per video, tar shards that are not compressed, or .gif and .mp4 files",
         )
@@ -222,7 +222,7 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
             found += present
     if not found:
         raise DataError(
-            f"no shard of {patterns} is in {root}",
+            f"no shard in {root} matches {patterns}",
             fix="set data.dir (--data-dir DIR) to the folder that the patterns are relative to",
         )
     if missing:

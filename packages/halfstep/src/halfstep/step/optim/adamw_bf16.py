@@ -46,7 +46,9 @@ class JudgedAdamW(Optimizer):
         seed: int = 0,
     ) -> None:
         if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
-            raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
+            raise ConfigError(
+                f"AdamW does not support lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999"
+            )
         # `fused` means that step() reads found_inf on the device.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
         self.rounding, self.seed = rounding, seed
