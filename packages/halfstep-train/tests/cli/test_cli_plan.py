@@ -70,7 +70,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits() 
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
         (("--memory", "--mode", "slow"), "--mode slow: 'slow' is not one of 'eager'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
-        (("--memory", "--ranks", "99"), "--ranks 99 with train.batch_size"),
+        (("--memory", "--ranks", "99"), "--ranks 99 does not fit train.batch_size"),
     ],
 )
 def test_mistakes_in_a_memory_plan_are_clear_errors(

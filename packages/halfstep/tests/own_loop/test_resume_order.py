@@ -438,7 +438,7 @@ def test_data_that_have_become_fewer_are_an_error() -> None:
     step.load_state_dict(state)
     with (
         pytest.warns(UserWarning, match="loads 5 batches"),
-        pytest.raises(CheckpointError, match="the data end after 3 batches, but 5 are to be skipped"),
+        pytest.raises(CheckpointError, match="the data ends after 3 batches, but 5 are to be skipped"),
     ):
         next(step.windows(iter([torch.ones(2, 4)] * 3)))
 
@@ -691,6 +691,6 @@ def test_an_order_drawn_before_the_pass_is_exact_only_if_it_follows_from_the_epo
     resumed = train(is_seeded=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     train(is_seeded=False, stop=9)
-    with pytest.warns(UserWarning, match="data differ: the list of|skipped batches differ") as caught:
+    with pytest.warns(UserWarning, match="data differs: the list of|skipped batches differ") as caught:
         train(is_seeded=False)
     assert "torch.Generator().manual_seed(epoch)" in str(caught[-1].message)

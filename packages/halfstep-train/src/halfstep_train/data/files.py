@@ -228,7 +228,7 @@ def create_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into; it becomes `folder`, which must not exist, and vanishes on any error."""
     if folder.exists():
         raise DataError(
-            f"{folder} exists already", why="demo data never overwrite anything", fix="choose another --out"
+            f"{folder} exists already", why="demo data never overwrites anything", fix="choose another --out"
         )
     with open_atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
         yield unfinished

@@ -136,7 +136,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences = [f"missing: {list_some(missing, 10)}"] if missing else []
     differences += [f"unknown: {list_some(extra, 10)}"] if extra else []
     raise DataError(
-        f"the data have {format_count(len(found), 'class', 'classes')}, but the model was trained on {len(trained)}",
+        f"the data has {format_count(len(found), 'class', 'classes')}, but the model was trained on {len(trained)}",
         why="; ".join(differences) or "they are the same names in another order",
         fix="evaluate on data with the same class folders",
     )

@@ -317,7 +317,7 @@ class _Pass:
             )
         for name, then in found.data.items():
             if (now := self.fingerprint.get(name, then)) != then:
-                self._note_difference(f"the data differ: {name} was {then} and is {now}")
+                self._note_difference(f"the data differs: {name} was {then} and is {now}")
                 break
         if found.is_left:
             warn_user(
@@ -695,7 +695,7 @@ def _count_batches(batches: Any) -> int | None:
 
 def _make_too_short(number: int, num: int) -> CheckpointError:
     return CheckpointError(
-        f"the data end after {format_count(number, 'batch', 'batches')}, but {num} are to be skipped",
+        f"the data ends after {format_count(number, 'batch', 'batches')}, but {num} are to be skipped",
         why="there are fewer batches than when the state was stored",
         fix="resume with the same data, or call step.end_pass() first to begin a new pass",
     )
