@@ -46,6 +46,8 @@ class Certificate:
     noisy: list[str] = field(default_factory=list)
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
+    gradients: str = ""
+    """What compiled gradients were compared with; torch's kernels equal the eager step."""
     changed_optimizers: Sequence[str] = ()
     """Optimizers in another form than with fast="off"."""
     parts: str = ""
@@ -67,7 +69,8 @@ class Certificate:
         checked = f", checked {self.num_checks} more times" if self.num_checks else ""
         names = ", ".join(self.changed_optimizers)
         form = f"; {names} in the form for graphs, whose last bits may differ from fast='off'" if names else ""
-        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}{form}"
+        gradients = f"; compiled gradients {self.gradients}" if self.gradients else ""
+        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}{gradients}{form}"
 
 
 class ReplayDiffers(Exception):

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from halfstep.fast.certificate import find_eps, subtract
 from halfstep.fast.compiled_trial import ERROR, MOST_APART, ROUNDING
 from halfstep.fast.dynamo_gaps import Questions, answer, break_graphs
 from halfstep.fast.traced import copy_graph, explain, find_library_logs
-from halfstep.fast.windows import Code, NotTraced, are_finite, list_tensors
+from halfstep.fast.windows import Code, NotTraced, are_finite
 from halfstep.precision.contexts import BACKWARD_AS_EAGER
 from halfstep.step.facts import read_rng_state, restore_rng
 from halfstep.step.step import GuardedStep
@@ -116,9 +115,6 @@ class CompiledParts:
         self._call = context(function)
 
     def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
-        for leaf in list_tensors(batch):
-            if hasattr(leaf, "_dynamo_static_indices"):  # by the tracer of whole steps, which has left this shape out
-                del leaf._dynamo_static_indices
         self._is_inside = True
         try:
             return self._call(loss_fn, batch)
@@ -300,16 +296,12 @@ class PartsCallback:
             "accumulated_recompile_limit": 64 * MAX_VERSIONS,
             ignored: getattr(config, ignored) | find_library_logs(),
         }
-        level = logging.root.manager.disable
         try:
-            logging.disable(logging.WARNING)  # hints on how to avoid graph breaks
             with config.patch(settings), answer(self._questions), break_graphs():
                 return self._torchdynamo_orig_backend(frame, *arguments)
         except Exception as error:
             parts.fail(explain(error))
             return ConvertFrameReturn(apply_to_code=False)
-        finally:
-            logging.disable(level)
 
 
 # --- gradients of zeros ---

@@ -27,7 +27,9 @@ import copy
 import dis
 import functools
 import inspect
+import logging
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,8 +144,7 @@ def break_graphs() -> Iterator[None]:
         stack.enter_context(mock.patch.object(CheckpointHigherOrderVariable, "_call_function", break_at_checkpoint))
         translator = symbolic_convert.InstructionTranslatorBase
         stack.enter_context(mock.patch.object(translator, "_format_value", format_later(translator._format_value)))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # advice on graph breaks
+        stack.enter_context(keep_quiet())
         yield
 
 
@@ -172,6 +173,25 @@ def fill_gaps(questions: Questions) -> Iterator[None]:
         # Methods that Dynamo has looked up: those of a torch.compile before this, or after it.
         stack.enter_context(mock.patch.object(BuiltinVariable, "call_function_handler_cache", {}))
         yield
+
+
+@contextlib.contextmanager
+def keep_quiet() -> Iterator[None]:
+    """Hide torch's advice and error logs on what it traces and compiles, which the user has not asked for, unless
+    TORCH_LOGS asks for logs. halfstep says in one line what is captured, or why not."""
+    loggers = [] if "TORCH_LOGS" in os.environ else list(logging.root.manager.loggerDict.values())
+    own = [one for one in loggers if isinstance(one, logging.Logger) and one.name.startswith("torch")]
+    handlers = [handler for logger in own for handler in logger.handlers]
+    levels = [handler.level for handler in handlers]
+    try:
+        for handler in handlers:
+            handler.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
 
 
 # --- libraries that ask whether they are compiled ---

@@ -141,7 +141,6 @@ def try_fp8(path: FastPath, trial: Fp8Trial, graph: Graph, attempt: Attempt) -> 
     """Compile and capture the window in fp8, and keep the faster of the two graphs. Return the line that tells the
     user, or nothing if this window shows nothing. Nothing is trained by it; under `strict` staying in bf16 raises."""
     step, level = path.step, path.make_level(IN_FP8[compiled_trial.COMPILED])
-    level.certificate.against = [one for one in path.level.certificate.against if one.startswith("the eager step")]
     problem, captured = "", None
     try:
         with path.aside(attempt):

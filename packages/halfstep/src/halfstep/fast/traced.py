@@ -16,13 +16,14 @@ capture freezes. AOTAutograd turns it into a tensor input, which `place_numbers`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import logging
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import CodeType, FunctionType
@@ -49,9 +50,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
-from halfstep.fast.dynamo_gaps import TRACES_GRADIENTS, Questions, fill_gaps, is_random
+from halfstep.fast.dynamo_gaps import TRACES_GRADIENTS, Questions, fill_gaps, is_random, keep_quiet
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
-from halfstep.fast.recurrent import ignore_warning, use_cudnn_operator
+from halfstep.fast.recurrent import use_cudnn_operator
 from halfstep.fast.windows import (
     Call,
     Code,
@@ -316,7 +317,8 @@ class TracedLoss:
         # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned. Backward is compiled
         # at once, too, so that it is scanned before any of the user's code has run.
         settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-        with tracing(context), self._make_autocast(), self.plan.backend(), torch._functorch.config.patch(settings):
+        patch = torch._functorch.config.patch(settings)
+        with tracing(context), self._make_autocast(), self.plan.backend(), patch, keep_quiet():
             if compiler.startswith("aten"):
                 code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=split)(module, examples)
                 return lambda *inputs: code(*inputs)[: len(entry.outputs)]
@@ -383,8 +385,6 @@ class TraceCallback:
             # A Python function that an entry calls: run it as it is. One of torch's own is never looked at again.
             return ConvertFrameReturn(apply_to_code=trace_rules.check(frame.f_code))
         self.before_new()
-        for leaf in list_tensors(self.batch):
-            torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
         config: Any = torch._dynamo.config
         ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
         settings = {
@@ -396,8 +396,29 @@ class TraceCallback:
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
             ignored: getattr(config, ignored) | find_library_logs(),
         }
-        with config.patch(settings), self._plan.backend(), fill_gaps(self.questions), ignore_warning():
+        with (
+            config.patch(settings),
+            self._plan.backend(),
+            fill_gaps(self.questions),
+            mark_static(self.batch),
+            keep_quiet(),
+        ):
             return self._torchdynamo_orig_backend(frame, *arguments)
+
+
+@contextlib.contextmanager
+def mark_static(batch: Any) -> Iterator[None]:
+    """Let a ragged last batch get code of its own, not dynamic shapes. The marks do not stay on the user's tensors."""
+    before = [(leaf, dict(vars(leaf))) for leaf in list_tensors(batch)]
+    try:
+        for leaf, attributes in before:
+            vars(leaf)["_dynamo_static_indices"] = set(attributes.get("_dynamo_static_indices", ()))
+            torch._dynamo.mark_static(leaf)
+        yield
+    finally:
+        for leaf, attributes in before:
+            vars(leaf).clear()
+            vars(leaf).update(attributes)
 
 
 def find_library_logs() -> set[Any]:
