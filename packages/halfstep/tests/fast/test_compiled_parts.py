@@ -151,11 +151,20 @@ def test_python_code_runs_once_and_the_steps_are_the_same(capsys: pytest.Capture
         net.keeps = True
         return net
 
-    found, expected = train_both(24, make)
+    class Again(Training):
+        """Batches from a list: the same tensors again."""
+
+        batches = [Training().make_batch(number) for number in range(3)]
+
+        def make_batch(self, number: int, *, is_bad: bool = False) -> Any:
+            return self.batches[number // 100 % 3]
+
+    found, expected = train_both(24, make, Again)
     assert (found.step.mode, found.stage, found.step._fast.state) == ("compile", Stage.USED, State.PARTS)
     assert "compiled parts compared with torch's kernels" in str(found.step.certificate)
     printed, said = capsys.readouterr()
     assert printed.count("a call") == 2 * 24
+    assert all(line.startswith("halfstep: ") for line in said.splitlines())
     assert "halfstep: runs eagerly, not captured: " in said
     num_parts = said.count("halfstep: compiled in parts: its parts take ")
     assert num_parts == 1

@@ -4,14 +4,19 @@ python_values.py has loops that need it."""
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.nn import functional as F
 
+import halfstep as hs
 import python_values
 from halfstep.fast import dynamo_gaps, traced
 from replay_stand_in import replays_on_cpu
@@ -44,6 +49,42 @@ def test_the_users_own_compiler_is_as_it_was() -> None:
     refused: Any = torch.compile(branching, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         refused(torch.ones(()))
+
+
+def train(get_loss: Any, fast: str, batch: Tensor) -> hs.Step:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 3)
+    with replays_on_cpu():
+        step = hs.Step(layer, torch.optim.AdamW(layer.parameters(), fused=True), "fp32", fast=fast)  # type: ignore[arg-type]
+        for _ in range(6):
+            step(lambda x: get_loss(layer(x)), [batch])
+    return step
+
+
+def test_the_users_tensors_keep_their_marks() -> None:
+    batch = torch.randn(2, 4)
+    torch._dynamo.mark_static(batch, 1)
+    before = copy.deepcopy(vars(batch))
+    assert train(Tensor.mean, "graph", batch).mode == "graph"
+    assert vars(batch) == before
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy"])
+def test_torch_gives_no_advice_on_what_nobody_asked_for(
+    kind: str, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    draw = {"random": random.random, "numpy": np.random.default_rng(0).random}[kind]
+    assert train(lambda logits: logits.mean() * draw(), "graph", torch.randn(2, 4)).mode == "eager"
+    assert [line.partition(":")[0] for line in capfd.readouterr().err.splitlines()] == ["halfstep"]
+    assert not recwarn.list
+
+
+def test_the_certificate_of_compiled_code_names_what_was_compared() -> None:
+    known = str(train(lambda logits: logits.square().mean(), "compile", torch.randn(2, 4)).certificate)
+    assert "bit-equal to its uncaptured code; compiled gradients within" in known
+    drawn = str(train(lambda logits: F.dropout(logits).square().mean(), "compile", torch.randn(2, 4)).certificate)
+    assert "compiled gradients not compared" in drawn
+    assert "eager step" not in known + drawn
 
 
 def trace(run: Any) -> torch.fx.GraphModule:
