@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import warnings
 from pathlib import Path
@@ -82,18 +81,6 @@ class Script:
     def state(self) -> list[Any]:
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         return copy_state(self.model, self.optimizer, self.scheduler, *([scaler] if scaler is not None else []))
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_methods_of_fabric_are_as_expected(package: str) -> None:
-    host = importlib.import_module(package)
-    wrappers = importlib.import_module(f"{package}.wrappers")
-    assert list(inspect.signature(host.Fabric.backward).parameters)[:2] == ["self", "tensor"]
-    assert "error_if_nonfinite" in inspect.signature(host.Fabric.clip_gradients).parameters
-    assert list(inspect.signature(wrappers._FabricOptimizer.step).parameters) == ["self", "closure"]
-    script = Script(package, guarded=False)
-    assert script.model._forward_module is script.net
-    assert "_strategy" in vars(script.optimizer)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

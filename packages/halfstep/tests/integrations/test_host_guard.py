@@ -90,7 +90,7 @@ class Loop:
 def test_without_a_fault_every_bit_is_the_hosts(make: str, schedule: str, scaled: bool, accumulate: int) -> None:
     given = {"make": make, "accumulate": accumulate, "scaled": scaled}
     plain, guarded = Loop(guarded=False, **given), Loop(schedule=schedule, **given)
-    for number in range(30):
+    for number in range(12):
         plain.train(number)
         guarded.train(number)
     assert same_bits(guarded.state, plain.state)
