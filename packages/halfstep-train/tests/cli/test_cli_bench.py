@@ -147,7 +147,6 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
         (("unet", "--batch-size", "0"), "--batch-size 0: must be greater than or equal to 1"),
-        (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
         ((), "Missing argument"),
         (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, but peers train with false"),

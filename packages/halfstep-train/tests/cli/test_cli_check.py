@@ -107,14 +107,6 @@ def test_an_own_config_that_train_takes_has_nothing_wrong_and_own_workloads_are_
         assert "nothing wrong" in out
 
 
-def test_check_works_without_torch_and_never_imports_it(configs: Path) -> None:
-    hide = "import sys; sys.modules['torch'] = None"
-    code = f"{hide}\nfrom halfstep_train.cli.main import main\nmain(['check', 'acc.yaml', 'train.py'])"
-    (configs / "train.py").write_text("loss.backward()\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=configs, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_two_files_take_less_than_half_a_second_of_work(configs: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(

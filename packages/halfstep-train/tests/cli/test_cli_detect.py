@@ -46,11 +46,6 @@ def clock(monkeypatch: pytest.MonkeyPatch, **speedups: float) -> list[str]:
     return timed
 
 
-def put_t4_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Driver, "list_accelerators", lambda self: (T4,))
-    monkeypatch.setattr(Driver, "read_free_bytes", lambda self, device: 14 * 2**30)
-
-
 def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
     found, *said = run_command(capsys, "detect", *argv)
     assert found == code
@@ -103,17 +98,9 @@ def test_a_gpu_that_is_not_here_is_answered_from_the_table(capsys: pytest.Captur
     out, _ = output_of(capsys, "v100")
     assert out.startswith("NVIDIA V100")
     assert "use fp16 with loss scaling: native on NVIDIA V100, published 8.0x fp32; not bf16: " in out
+    assert output_of(capsys, "RTX", "4090")[0].startswith("NVIDIA RTX 4090")
     advice = json.loads(output_of(capsys, "h200", "--json")[0])["devices"][0]["advice"]
     assert advice["precision"] == "bf16"
-
-
-@pytest.mark.parametrize("argv", [("v100",), ("RTX", "4090")])
-def test_a_bare_name_is_a_gpu_of_the_table(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
-    assert output_of(capsys, *argv)[0].startswith("NVIDIA ")
-
-
-def test_a_bare_device_is_one_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert output_of(capsys, "cpu", "--no-measure")[0].startswith("cpu  ")
 
 
 def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,28 +114,18 @@ def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    put_t4_here(monkeypatch)
+    monkeypatch.setattr(Driver, "list_accelerators", lambda self: (T4,))
+    monkeypatch.setattr(Driver, "read_free_bytes", lambda self, device: 14 * 2**30)
     for argv in (("cpu",), ("b200",), ("cuda", "--no-measure")):
         out, _ = output_of(capsys, *argv)
         assert max(map(len, out.splitlines())) <= 80
         assert "…" not in out.replace("6e-08 … 65504", "")
 
 
-@pytest.mark.parametrize(
-    ("argv", "what", "fix"),
-    [
-        (("cuda:7",), "no device 'cuda:7' on this machine", "cpu"),
-        (("v1000",), "unknown GPU 'v1000'", "halfstep detect list"),
-    ],
-)
-def test_a_mistake_is_explained_and_exits_with_two(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], what: str, fix: str
-) -> None:
-    out, err = output_of(capsys, *argv, code=2)
+def test_a_device_that_is_not_here_is_explained_and_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = output_of(capsys, "cuda:7", code=2)
     assert out == ""
-    assert what in err
-    assert fix in err
-    assert "Traceback" not in err
+    assert "no device 'cuda:7' on this machine" in err
 
 
 def test_the_cache_follows_xdg_and_else_the_platform() -> None:

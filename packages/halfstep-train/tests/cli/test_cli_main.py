@@ -11,7 +11,7 @@ import pytest
 from rich.text import Text
 
 from halfstep import __version__
-from halfstep_train.cli.main import COMMANDS, build_app, main, normalise_dashes
+from halfstep_train.cli.main import COMMANDS, main, normalise_dashes
 from halfstep_train.workloads import KINDS
 
 EVERY_HELP = """
@@ -63,12 +63,6 @@ def test_another_version_of_the_library_is_refused_with_the_install_command(star
         f"needs halfstep-train of version {__version__}, as halfstep, not 9.9.9: pip install -e ",
         done.stderr.splitlines()[-1],
     )
-
-
-def test_every_command_explains_itself_with_an_example() -> None:
-    for command in build_app().registered_commands:
-        assert command.callback is not None
-        assert f"halfstep {command.name}" in (command.callback.__doc__ or ""), command.name
 
 
 @pytest.mark.parametrize(
@@ -138,13 +132,15 @@ def test_help_names_every_workload_and_wraps_to_the_terminal(
     assert "or a custom one by import path" in out, "a line break of the docstring"
 
 
-@pytest.mark.parametrize("words", [["plan", "--memory"], ["train", "--dry", "--quiet", "data.num_workers=0"]])
+@pytest.mark.parametrize(
+    ("words", "size"), [(["plan", "--memory"], 10**8), (["train", "--dry", "--quiet", "data.num_workers=0"], 10**14)]
+)
 def test_sizes_that_no_memory_holds_are_answered_without_a_traceback(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Allocated nowhere: torch and Pillow refuse them at once."""
+    """Allocated nowhere: torch and NumPy refuse them at once."""
     with pytest.raises(SystemExit) as stopped:
-        main([words[0], "unet", "data.image_size=100000000", "--device", "cpu", *words[1:]])
+        main([words[0], "unet", f"data.image_size={size}", "--device", "cpu", *words[1:]])
     assert stopped.value.code == 2
     assert "error: out of memory" in capsys.readouterr().err
 
@@ -158,9 +154,7 @@ def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(
-    ("command", "code"), [("formats", 0), ("check --explain all", 0), ("--help", 0), ("check bad.yaml", 1)]
-)
+@pytest.mark.parametrize(("command", "code"), [("check --explain all", 0), ("--help", 0), ("check bad.yaml", 1)])
 def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path: Path, command: str, code: int) -> None:
     (tmp_path / "bad.yaml").write_text("workload: unet\nprecision: bf17\n")
     done = shell(f"set -o pipefail; {HALFSTEP} {command} | true; echo ${{PIPESTATUS[0]}}", tmp_path)

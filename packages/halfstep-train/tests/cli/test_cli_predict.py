@@ -63,12 +63,9 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("RUN", "gone.png"), "none of the inputs can be used: gone.png"),
-        (("RUN", "RUN/checkpoints"), "it has no readable file"),
         (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
         (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "cannot be written"),
         (("RUN", "RUN/data", "--tile", "100"), "resnet18 has no option --tile 100"),
-        (("RUN", "RUN/data", "--precision", "fp7"), "unknown precision 'fp7'"),
     ],
 )
 def test_mistakes_are_explained(

@@ -69,16 +69,6 @@ def test_control_characters_in_the_records_do_not_reach_the_terminal(
     assert "\x1b" not in main_output
 
 
-def test_a_pipe_in_place_of_the_records_is_refused_instead_of_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text("workload: unet\n")
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    code, text = look(capsys, str(tmp_path), "--once")
-    assert code == 2
-    assert "metrics.jsonl is a named pipe, not a file" in " ".join(text.split())
-
-
 def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("workload: unet\n")

@@ -43,18 +43,6 @@ def test_guide_1s_flags_work_as_written(capsys: Capture) -> None:
     assert view["settings"]["precision.default"]["source"]["where"] == "--mixed-precision --precision-type bf16"
 
 
-def test_guide_3s_command_works_as_written(capsys: Capture, tmp_path: Path) -> None:
-    config = tmp_path / "lowmem.yaml"
-    config.write_text(
-        "workload: unet\nglobals: {BATCH_SIZE_PER_GPU: 2}\n"
-        "train: {batch_size: '${globals.BATCH_SIZE_PER_GPU}'}\ntrainer: {precision: 32}\n"
-    )
-    view = shown(capsys, str(config), "--bf16", "--use-optimizations", "globals.BATCH_SIZE_PER_GPU=4")
-    assert (value(view, "precision.default"), value(view, "train.batch_size")) == ("bf16", 4)
-    replaced = {override["key"]: override["replaced"]["where"] for override in view["overridden"]}
-    assert replaced["precision.default"] == f"{config}:4"
-
-
 def test_every_other_flag_reaches_its_setting(capsys: Capture) -> None:
     flags = "--strict --simulate --device cpu --seed 7 --max-steps 9 -q --track tensorboard,wandb --preset debug --fp16"
     flags += " --image-size 48"
@@ -149,12 +137,9 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
     ("words", "says"),
     [
         ([], "nothing to train"),
-        (["unett"], "did you mean 'unet'?"),
-        (["no.yaml"], "no such config file: no.yaml"),
         (["configs/slotcontrast/movi_e.yaml", "--bf16"], "halfstep train slotcontrast preset=movi_e\n"),
         (["configs/slotcontrast/ytvis2021.yaml"], "halfstep train slotcontrast preset=ytvis\n"),
         (["configs/unet.yaml"], "halfstep train unet\n"),
-        (["unet", "--epochs", "abc"], "--epochs abc: must be a valid integer"),
         (["unet", "--num_train_epochs", "3"], "write settings as train.epochs=VALUE"),
         (["unet", "--patience", "3"], "write settings as train.early_stopping_patience=VALUE"),
         (["unet", "--optimizer.lr=3"], "write settings as optimizer.lr=VALUE"),

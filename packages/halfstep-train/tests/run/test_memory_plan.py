@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
+from halfstep.errors import ConfigError, MemoryLimitError, ModelError
 from halfstep.evidence.watch import estimate_bytes
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
@@ -303,8 +303,6 @@ def test_levels_are_those_the_model_and_its_optimizer_have(gpt2: MemoryPlanner) 
 def test_a_gpu_is_asked_for_formats_it_has() -> None:
     assert "bf16" not in list_precisions(look_up_gpu("v100"))
     assert "bf16-true" in list_precisions(look_up_gpu("H200"))
-    with pytest.raises(HardwareError, match="unknown GPU"):
-        look_up_gpu("RTX 9999 Quantum")
 
 
 @pytest.mark.parametrize(

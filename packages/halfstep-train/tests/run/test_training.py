@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.errors import ConfigError, DataError, HalfstepError, HardwareError, TrainingStopped
+from halfstep.errors import ConfigError, HalfstepError, HardwareError, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run import train as training
@@ -74,9 +74,7 @@ def test_a_run_of_nothing_but_faults_stops_with_the_weights_it_began_with(tmp_pa
 
 
 BAD_INPUT = [
-    ({"data.dir": "/no/such/folder"}, DataError, "/no/such/folder"),
     ({"device": "cuda:7"}, HardwareError, "cuda:7"),
-    ({"train.batch_size": 1000}, DataError, "1000"),
     ({"precision": "fp8", "precision.strict": True}, HalfstepError, "fp8"),
     ({"model.weights": "/no/weights.pth"}, HalfstepError, "/no/weights.pth"),
 ]

@@ -259,7 +259,6 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
     [
         ((), "nothing to compare"),
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
-        ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
         ((MOONS, "--device", "cpu", "--strict", "--precisions", "fp32,fp8"), "strict is on"),
         (
             (MOONS, "precision.simulate=true", "--rows", "a: precision=fp32", "b: precision=bf16 train.fast=graph"),
