@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfstep_train.config.dump import make_json_schema, to_yaml
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads import KINDS, from_dict, load
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -22,6 +22,11 @@ JSON = st.recursive(
     max_leaves=5,
 )
 PATTERNS = st.text(alphabet="abz.*?[]0-_", min_size=1, max_size=8)
+PRESETS = [
+    (name, preset)
+    for name in ("unet", "resnet50", "vit_b_16")
+    for preset in (None, *KINDS[name].get_schema(name).presets)
+]
 
 
 def reloaded(config: RunConfig, folder: Path) -> RunConfig:
@@ -30,10 +35,10 @@ def reloaded(config: RunConfig, folder: Path) -> RunConfig:
     return load(str(path)).config
 
 
-@pytest.mark.parametrize("preset", [None, "fast", "quality", "lowmem", "stable", "debug"])
-def test_presets_round_trip(preset: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workload", "preset"), PRESETS)
+def test_presets_round_trip(workload: str, preset: str | None, tmp_path: Path) -> None:
     words = ["globals.BATCH_SIZE_PER_GPU=3", "optimizer.betas=[0.9, 0.95]"]
-    config = load("unet", flags={"preset": preset} if preset else {}, overrides=words).config
+    config = load(workload, flags={"preset": preset} if preset else {}, overrides=words).config
     assert config.preset == preset
     assert reloaded(config, tmp_path) == config
     assert config.train.batch_size == 3
@@ -49,7 +54,7 @@ def test_a_workload_of_the_users_own_round_trips(tmp_path: Path) -> None:
     assert reloaded(config, tmp_path) == config
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 @given(
     lr=st.floats(min_value=1e-300, max_value=1e300),
     folder=st.none() | st.text(min_size=1, max_size=20).filter(lambda text: "${" not in text and "\x00" not in text),

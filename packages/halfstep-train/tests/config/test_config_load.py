@@ -95,22 +95,6 @@ def test_a_preset_flag_replaces_the_files_preset(tmp_path: Path) -> None:
     assert load_text(tmp_path, "preset: fast\n", ["preset=null"]).config.train.batch_size == 8
 
 
-@pytest.mark.parametrize(
-    ("preset", "values"),
-    [
-        ("fast", {"batch_size": 16, "epochs": 50, "fast": "auto", "precision": "bf16"}),
-        ("quality", {"batch_size": 8, "epochs": 100, "early_stopping_patience": 20, "precision": "bf16"}),
-        ("lowmem", {"batch_size": 4, "accumulate": 2, "activation_checkpointing": True, "precision": "bf16"}),
-        ("stable", {"batch_size": 8, "fast": "off", "precision": "fp32"}),
-        ("debug", {"batch_size": 2, "epochs": 5, "precision": "fp32"}),
-    ],
-)
-def test_presets_are_guide_0s(preset: str, values: dict[str, object]) -> None:
-    config = load("unet", flags={"preset": preset}).config
-    found = {**config.train.model_dump(), "precision": config.precision.default}
-    assert {key: found[key] for key in values} == values
-
-
 @pytest.mark.parametrize("schema", [RunConfig, *SCHEMAS])
 def test_every_preset_of_every_schema_names_settings_that_exist(schema: type[RunConfig]) -> None:
     assert set(schema.presets) >= {"fast", "quality", "lowmem", "stable", "debug"}
@@ -184,9 +168,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["train.epochs=abc"], "train.epochs = 'abc' (train.epochs=abc): must be a valid integer"),
         (["train.epochs=yes"], "expected a number, not true or false"),
-        (["train.epochs=0"], "must be greater than or equal to 1"),
         (["optimizer.lr=nan"], "must be a finite number"),
         (["optimizer.betas=[1, 2, 3]"], "at most 2 items"),
         (["optimizer.name=lbfgs"], "optimizer.name = 'lbfgs' (optimizer.name=lbfgs): must be 'sgd', 'adam'"),
@@ -215,7 +197,6 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
             [f"globals.A{k}=${{globals.A{k + 1}}}" for k in range(30)] + ["globals.A30=1"],
             "more than 20 references in a row",
         ),
-        (["train.epochs=3", "train.epochs=4"], "`train.epochs=3` and `train.epochs=4` disagree"),
     ],
 )
 def test_a_mistake_is_named_with_value_place_and_remedy(overrides: Sequence[str], says: str) -> None:

@@ -123,14 +123,6 @@ def test_statements_of_one_layer_that_disagree_are_an_error_naming_both(keys: Ma
         from_dict("unet", keys)
 
 
-def test_a_disagreement_in_a_file_names_file_key_and_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("workload: unet\nprecision: fp16\ntrainer:\n  amp: True\n  fp16: False\n")
-    with pytest.raises(ConfigError) as caught:
-        load(str(path))
-    assert f"`precision: fp16` ({path}:2) and `trainer.fp16: False` ({path}:5) disagree" in str(caught.value)
-
-
 def test_a_type_alone_is_that_precision_and_says_that_other_scripts_ignore_it() -> None:
     loaded = load("unet", flags={"precision_type": "bf16"})
     assert loaded.config.precision.default == "bf16"
