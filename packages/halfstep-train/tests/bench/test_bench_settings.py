@@ -15,13 +15,6 @@ from halfstep_train.workloads.classification.config import ResNetConfig
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
 
-def test_every_model_is_timed_with_the_same_optimizer_at_the_same_rate() -> None:
-    for workload in ("unet", "resnet50", "vit_b_16"):
-        config = load_bench_config(workload, [], {}, small=False)
-        assert (config.optimizer.name, config.optimizer.lr, config.optimizer.lr_per) == ("adamw", 1e-4, 0)
-        assert (config.schedule.name, config.train.clip_norm) == ("constant", 1.0)
-
-
 def test_what_is_stated_wins_in_a_word_a_flag_or_a_file(tmp_path: Path) -> None:
     assert load_bench_config("resnet50", ["optimizer.name=sgd"], {}, small=False).optimizer.name == "sgd"
     file = tmp_path / "mine.yaml"

@@ -102,13 +102,6 @@ def test_a_reduced_network_is_not_shown_under_the_bare_name() -> None:
     assert "reduced" not in shown(RECORD)
 
 
-def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
-    said = shown(RECORD)
-    assert "x fp32: times as fast as halfstep eager fp32\n" in said
-    assert "x tf32: times as fast as plain tuned tf32\n" in said
-    assert "times as fast as" not in shown({**RECORD, "speedup_bases": {}})
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(246.63, "247"), (25.1, "25.1"), (1.0, "1.00"), (0.09934, "0.0993"), (5526.4, "5526"), (0, "0"), (None, "-")],
