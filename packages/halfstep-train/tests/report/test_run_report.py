@@ -16,6 +16,7 @@ from rich.text import Text
 
 from halfstep_train.report.progress import Bar, write_lines
 from halfstep_train.report.run_report import RunReport
+from hand_clock import HandClock
 
 
 class Screen:
@@ -132,16 +133,6 @@ def test_an_error_inside_a_pass_ends_the_bar_and_goes_on(tmp_path: Path) -> None
 
 
 FIELDS = {"loss": "0.234", "iou": "0.654", "lr": "1.0e-3", "precision": "bf16", "memory": "4.8 GB"}
-
-
-class HandClock:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def drawn(bar: Bar, width: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -264,15 +263,6 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         Checkpoints(folder).clean_up()
         assert not list(folder.glob(".writing-*"))
         assert path.is_dir()
-
-
-def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
-    mine = tmp_path / "run"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="not empty"):
-        RunFolder.create(str(mine), "unet")
-    assert os.listdir(mine) == ["thesis.txt"]
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:

@@ -14,18 +14,8 @@ from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.journal import COMPILING, Journal, Pace, Waiting
 from halfstep_train.workloads import from_dict
+from hand_clock import HandClock
 from whole_runs import assemble_run, run
-
-
-class HandClock:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "precision": "fp32", "train.report_every": 10}
 

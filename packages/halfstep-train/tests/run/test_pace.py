@@ -16,7 +16,7 @@ from halfstep.precision.decide import decide
 from halfstep_train.config.schema import WITHOUT_END
 from halfstep_train.config.section import count_cores
 from halfstep_train.config.statements import Launcher
-from halfstep_train.run.journal import compute_utilisation, find_peak_flops, suggest_faster_data
+from halfstep_train.run.journal import compute_utilisation, find_peak_flops
 from halfstep_train.run.train import train
 from halfstep_train.workloads import KINDS, load
 
@@ -126,8 +126,3 @@ def test_the_header_names_accelerates_variable_as_the_source_of_the_precision(
     train(load("tiny_workload:build", overrides=overrides, launcher=launcher), out=tmp_path / "run")
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  precision: ")]
     assert row.endswith(" (ACCELERATE_MIXED_PRECISION=bf16)")
-
-
-def test_the_advice_comes_from_cores_and_workers() -> None:
-    assert suggest_faster_data(4, 16).startswith("data.num_workers=16 (it is 4")
-    assert suggest_faster_data(4, 4).startswith("more cores, or samples that are smaller")

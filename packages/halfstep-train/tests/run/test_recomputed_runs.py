@@ -40,10 +40,6 @@ def settings(net: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def plan_of(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "plan.json").read_text()))
-
-
 def test_asked_for_outright_a_run_recomputes_resumes_and_ends_with_the_same_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +52,7 @@ def test_asked_for_outright_a_run_recomputes_resumes_and_ends_with_the_same_weig
     capsys.readouterr()
     resume(cut, "train.max_steps=4")
     assert "recomputed: blocks: 4 x BasicBlock" in capsys.readouterr().out
-    assert plan_of(cut)["blocks"] == BLOCKS["resnet"]
+    assert json.loads((cut / "plan.json").read_text())["blocks"] == BLOCKS["resnet"]
     one, *others = (final_state(folder)[0] for folder in (plain, whole, cut))
     for other in others:
         assert all(torch.equal(value, other[name]) for name, value in one.items() if name.startswith("model."))

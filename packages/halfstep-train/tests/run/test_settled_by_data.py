@@ -81,13 +81,6 @@ def test_a_run_on_data_without_a_background_stores_that_and_resume_and_evaluate_
     assert "all classes" in found.scoring
 
 
-def test_a_run_stored_with_a_background_keeps_its_rule(tmp_path: Path) -> None:
-    data_sets.camvid(tmp_path / "set")
-    run = trained(tmp_path / "set", tmp_path / "run", "model.background=first")
-    assert load(str(run / "config.yaml")).config.model.background == "first"  # type: ignore[attr-defined]
-    assert "the background, mask value 0" in evaluate(run, report=Told(tmp_path).report).scoring
-
-
 @pytest.mark.parametrize(("own", "other"), [((0, 1), (0, 255)), ((0, 255), (3, 7))])
 def test_two_mask_values_are_those_of_the_run_in_their_order_whatever_they_are(
     tmp_path: Path, own: tuple[int, int], other: tuple[int, int]

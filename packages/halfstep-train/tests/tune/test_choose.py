@@ -26,16 +26,8 @@ from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySe
 from halfstep_train.tune.modes import UNCAPTURED
 from halfstep_train.tune.trials import Rehearsal, Trial, measure_cost
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.segmentation.demo import write_demo
 from mode_trials import made
 from tiny_training import bits
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "demo"
-    write_demo(folder, num_images=7, side=16)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -177,14 +169,10 @@ def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, m
     assert tune_plan(plan, RunRehearsal(config, workload), lambda line: None).memory["recompute"] == "blocks"
 
 
-def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
-    config, workload, plan = made(demo)
-    return config, workload, dataclasses.replace(plan, granted="fp8", mode="eager")
-
-
 @pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
 def test_a_precision_whose_step_cannot_run_leaves_the_other(demo: Path, fails: str, granted: str) -> None:
-    config, workload, plan = fp8_plan(demo)
+    config, workload, plan = made(demo)
+    plan = dataclasses.replace(plan, granted="fp8", mode="eager")
 
     class Rehearsal(RunRehearsal):
         def begin(self, plan: Plan, **changes: object) -> Any:

@@ -17,7 +17,6 @@ from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.mode_search import CachedMode, FoundMode
 from halfstep_train.tune.trials import TrialTime
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, ScriptedRehearsal, made
 
 FIELDS = {
@@ -33,13 +32,6 @@ def cached(config: RunConfig, workload: Workload, plan: Plan) -> CachedMode:
 def found(untried: tuple[str, ...] = (), **fields: Any) -> FoundMode:
     values = {**FIELDS, **fields}
     return FoundMode(fields=values, eager_ms=30.0, ms=15.0, run_s=600.0, untried=untried, is_final=True)
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "demo"
-    write_demo(folder, num_images=7, side=16)
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from halfstep.hardware.measure import measure
 from halfstep.hardware.memory import CLEAR_REFS, describe_memory, get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe, probe_all
+from hand_clock import HandClock
 
 
 def test_a_t4_has_fp16_and_only_emulates_bf16_whatever_torch_says() -> None:
@@ -208,16 +209,6 @@ def test_what_was_only_looked_at_is_not_stored(tmp_path: Path, t4: Hardware) -> 
 
 
 # --- clocks, memory and energy ---
-
-
-class HandClock:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_a_stopwatch_gives_laps() -> None:
