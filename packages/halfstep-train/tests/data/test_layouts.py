@@ -296,12 +296,6 @@ def test_the_common_layouts_are_found_in_natural_order(tmp_path: Path, image: st
     assert found.val == ()
 
 
-def test_folder_names_and_suffix_can_be_named(tmp_path: Path) -> None:
-    touch(tmp_path, "scans/a.png", "truth/a-seg.png")
-    (pair,) = find(tmp_path, images="scans", masks="truth/{id}-seg").train
-    assert (pair.id, pair.mask.name) == ("a", "a-seg.png")
-
-
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -40,11 +40,11 @@ def halving_early() -> ResNet:
 
 
 MODELS: dict[str, tuple[Callable[[], ResNet], tuple[int, int]]] = {
-    "bottlenecks": (lambda: build_resnet("resnet50", blocks=(1, 2), width=4, num_classes=3), (33, 27)),
-    "bottlenecks, halving early": (halving_early, (32, 32)),
-    "basic": (lambda: build_resnet("resnet18", blocks=(1, 2), width=8, num_classes=3), (35, 32)),
+    "bottlenecks": (lambda: build_resnet("resnet50", blocks=(1, 2), width=4, num_classes=3), (17, 15)),
+    "bottlenecks, halving early": (halving_early, (16, 16)),
+    "basic": (lambda: build_resnet("resnet18", blocks=(1, 2), width=8, num_classes=3), (19, 16)),
     "basic, small": (lambda: build_resnet("resnet18", blocks=(2, 1), width=8, num_classes=3, stem="small"), (9, 11)),
-    "our own stem": (lambda: build_resnet("resnet18", blocks=(1,), width=16, num_classes=3), (32, 32)),
+    "our own stem": (lambda: build_resnet("resnet18", blocks=(1,), width=16, num_classes=3), (16, 16)),
 }
 
 
@@ -104,7 +104,8 @@ def test_building_normalised_maps_again_changes_no_bit(whole: dict[str, Tensor],
 
 
 def test_bf16_is_as_near_to_fp32_as_the_layers_are(chain: Mock) -> None:
-    model, x = built("bottlenecks")
+    model, _ = built("bottlenecks")
+    x = torch.randn(3, 3, 33, 27).to(memory_format=torch.channels_last)  # roundings of a small one do not average
     exact = stepped(copy.deepcopy(model), x, is_chain=False)
     with torch.autocast("cpu", torch.bfloat16):
         layers = stepped(copy.deepcopy(model), x, is_chain=False)

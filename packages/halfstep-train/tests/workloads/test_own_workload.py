@@ -57,7 +57,6 @@ def test_a_file_that_cannot_be_imported_is_named_with_the_line(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("json:dumps", "json:dumps cannot be called as build"),
         ("tiny_workload:Samples", "cannot be called as build"),
         ("operator:add_to_nothing", "operator has no function 'add_to_nothing'"),
         ("gives_none:build", "gives_none:build returns a NoneType, not a Workload"),

@@ -299,6 +299,7 @@ def test_the_loss_falls_in_simulated_fp16(tmp_path: Path, data: Path) -> None:
     assert found[-1] < 0.8 * found[0]
 
 
+@pytest.mark.slow
 def test_resume_is_exact_over_both_networks_and_the_average(tmp_path: Path, data: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steady = {**CRITIC, "schedule__name": "constant"}

@@ -61,7 +61,7 @@ def test_a_vae_learns_and_fp16_learns_as_well(data: Path, tmp_path: Path) -> Non
 
 
 def test_two_phases_go_on_to_the_bit(data: Path, tmp_path: Path) -> None:
-    wish = {"schedule__name": "constant", "ema__enabled": True, **GAN}
+    wish = {"schedule__name": "constant", "ema__enabled": True, "train__epochs": 1, **GAN}
     whole = train(settings("vae", data, **wish), out=tmp_path / "whole")
     part = train(settings("vae", data, train__max_steps=2, **wish), out=tmp_path / "part")
     resume(part, "train.max_steps=0")
@@ -81,6 +81,7 @@ def test_both_phases_clip_before_they_step(data: Path, tmp_path: Path) -> None:
         assert 0 < float(moved) <= 1e-3 * (1 + 0.9 + 0.81) * 1.001, part
 
 
+@pytest.mark.slow
 def test_an_exploding_discriminator_costs_its_own_steps_alone(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
