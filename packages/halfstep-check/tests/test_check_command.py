@@ -49,7 +49,8 @@ def test_guide_4_shows_both_errors_what_runs_and_a_measurement(
 def test_fix_prints_a_patch_and_changes_nothing(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "radio.yaml", "acc.yaml", "--fix")
     assert code == 1
-    assert "+  fp16: True  # by AMP" in out
+    assert "-  fp16: False  # by AMP\n+  fp16: True  # by AMP" in out
+    assert out.count("\n@@") == 2
     assert "fp16: False" in (guide_4 / "radio.yaml").read_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from halfstep_check.check import check
 from halfstep_check.findings import Edit
-from halfstep_check.fix import BACKUP_SUFFIX, apply_edits, collect_changes, make_patches, write
+from halfstep_check.fix import BACKUP_SUFFIX, apply_edits, collect_changes, write
 from halfstep_check.lint import lint_tree
 from halfstep_check.shared.errors import ConfigError
 
@@ -49,14 +49,6 @@ def test_only_files_named_are_written(tmp_path: Path) -> None:
     assert write(collect_changes(check(paths).findings, [str(paths[0])]).edits) == [str(paths[0])]
     assert paths[1].read_text() == ACCELERATE
     assert not (tmp_path / f"accelerate.yaml{BACKUP_SUFFIX}").exists()
-
-
-def test_the_patch_is_a_unified_diff_of_both_files(tmp_path: Path) -> None:
-    paths = guide_4(tmp_path)
-    text = make_patches(collect_changes(check(paths).findings).edits, {str(path): path.read_text() for path in paths})
-    assert text.count("\n@@") == 2
-    assert "-  fp16: False       # managed by AMP\n+  fp16: True       # managed by AMP\n" in text
-    assert paths[0].read_text() == TRAIN
 
 
 def test_quotes_json_and_carriage_returns_survive(tmp_path: Path) -> None:

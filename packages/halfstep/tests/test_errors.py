@@ -15,10 +15,6 @@ def test_a_suggested_command_survives_the_shell(folder: str) -> None:
     assert shlex.split(suggest_command("train", "--resume", Path(folder))) == ["halfstep", "train", "--resume", folder]
 
 
-def test_a_plain_path_is_not_quoted() -> None:
-    assert suggest_command("evaluate", Path("runs/unet-1")) == "halfstep evaluate runs/unet-1"
-
-
 @pytest.mark.parametrize(("number", "words"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (2000, "2,000 files")])
 def test_one_thing_is_not_plural(number: int, words: str) -> None:
     assert format_count(number, "file") == words

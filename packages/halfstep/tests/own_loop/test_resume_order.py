@@ -105,7 +105,6 @@ LOADERS: dict[str, Any] = {
 }  # fmt: skip
 IN_WORKERS = [
     ("shuffled", True),
-    ("replacement, own generator", False),
     ("batch_size=None", False),
     ("a sampler with NumPy's generator", True),
 ]

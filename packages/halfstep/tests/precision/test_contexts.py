@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from fake_driver import ALL_NATIVE, make_hardware
 from halfstep.backend_flags import read_effective_leaves, read_flags
 from halfstep.islands import fp32_island
-from halfstep.precision.contexts import simulate
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 
@@ -51,14 +50,6 @@ def test_one_context_may_be_kept_and_entered_again_also_inside_itself(plan: Plan
     with kept:
         assert state()[:-2] == inside
     assert state() == before
-
-
-def test_a_simulation_may_be_kept_too() -> None:
-    kept, x = simulate("bf16"), torch.randn(2, 2)
-    for _ in range(2):
-        with kept, kept:
-            assert (x @ x).dtype == torch.bfloat16
-    assert (x @ x).dtype == torch.float32
 
 
 def test_a_kept_context_may_be_entered_by_two_threads_and_decorate() -> None:

@@ -83,10 +83,6 @@ def test_the_first_commit_is_the_very_multiplication(name: str) -> None:
     assert_same_bits(*both(name, [0.3]))
 
 
-def test_what_does_not_commit_in_its_kernel_multiplies() -> None:
-    assert_same_bits(*both("selected", [0.3, 0.7, 0.1]))
-
-
 @pytest.mark.parametrize("name", IN_KERNEL)
 def test_a_bad_step_with_a_factor_that_is_not_a_number_changes_nothing(name: str) -> None:
     model, committer = made(name)
