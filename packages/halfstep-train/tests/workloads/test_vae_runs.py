@@ -61,7 +61,7 @@ def test_a_vae_learns_and_fp16_learns_as_well(data: Path, tmp_path: Path) -> Non
 
 
 def test_two_phases_go_on_to_the_bit(data: Path, tmp_path: Path) -> None:
-    wish = {"schedule__name": "constant", "ema__enabled": True, "train__epochs": 1, **GAN}
+    wish = {"schedule__name": "constant", "ema__enabled": True, **GAN}
     whole = train(settings("vae", data, **wish), out=tmp_path / "whole")
     part = train(settings("vae", data, train__max_steps=2, **wish), out=tmp_path / "part")
     resume(part, "train.max_steps=0")
