@@ -136,7 +136,7 @@ def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path
     for path in masks.iterdir():
         path.unlink()
         Image.fromarray(np.full((64, 64), 7, dtype=np.uint8)).save(path)
-    with pytest.raises(DataError, match="contain the values 7, the run.s classes are 0, 255"):
+    with pytest.raises(DataError, match="contain the values 7, but the run.s classes are 0, 255"):
         evaluated(unet, data=tmp_path / "other", out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -535,7 +535,7 @@ def test_a_step_that_fails_by_chance_is_not_reproduced(tmp_path: Path) -> None:
     assert "once" in found.diagnosis.shown[0]
 
 
-@pytest.mark.filterwarnings("ignore:not finite before the first step:UserWarning")
+@pytest.mark.filterwarnings("ignore:parameters not finite before:UserWarning")
 def test_one_fault_behind_another_is_named_as_well(tmp_path: Path) -> None:
     model, x = network(), numbers(6, 8)
     x[3, 2] = torch.nan

@@ -139,7 +139,7 @@ def test_a_phase_of_0_by_0_is_named_with_its_line_and_the_change_works(tmp_path:
     assert found.remedy.works, str(found)
 
 
-@pytest.mark.filterwarnings("ignore:not finite before the first step:UserWarning")
+@pytest.mark.filterwarnings("ignore:parameters not finite before:UserWarning")
 @pytest.mark.parametrize("name", ["weight", "phases"])
 def test_a_complex_weight_or_buffer_that_is_not_finite_is_named(tmp_path: Path, name: str) -> None:
     model = Spectral()

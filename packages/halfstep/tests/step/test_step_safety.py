@@ -123,7 +123,7 @@ def two_optimizers(p: Any) -> list[torch.optim.Optimizer]:
 UNFIT: dict[str, tuple[str, Any]] = {
     "of another precision": ("with loss scaling", lambda: trained_state("fp16")),
     "empty": ("lacks attempted", dict),
-    "of an optimizer": ("of state, param_groups is not the state of a step", lambda: trained_state()["optimizers"][0]),
+    "of an optimizer": (r"state, param_groups\) is not the state of a step", lambda: trained_state()["optimizers"][0]),
     "a list": ("this list", list),
     "of an older kind": ("lacks spikes", lambda: without(trained_state(), "spikes")),
     "with an average": ("contains averaged weights", lambda: trained_state(ema_decay=0.9)),
