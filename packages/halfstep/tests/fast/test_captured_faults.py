@@ -403,6 +403,20 @@ def test_compiled_code_that_gives_nan_is_refused_before_it_is_used(
     assert_same_history(found, train(make_squares, CPU, "off"))
 
 
+@pytest.mark.usefixtures("inductor")
+def test_the_certificate_of_compiled_code_names_what_was_compared() -> None:
+    def make_drawing(device: torch.device) -> Loop:
+        loop = make_squares(device)
+        get_loss = loop.loss_fn
+        loop.loss_fn = lambda batch: get_loss((F.dropout(batch[0]), *batch[1:]))
+        return loop
+
+    known, drawn = (str(train(make, CPU, "compile").step.certificate) for make in (make_squares, make_drawing))
+    assert "bit-equal to its uncaptured code; compiled gradients within" in known
+    assert "compiled gradients not compared, because Inductor draws other random numbers" in drawn
+    assert "eager step" not in known + drawn
+
+
 def test_compiled_code_that_gives_nan_later_is_given_up(
     inductor: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
