@@ -29,7 +29,7 @@ def compare_many(mode: str, num_examples: int, **choices: Any) -> list[bool]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_random_programs_train_captured_as_they_do_eagerly(mode: str) -> None:
-    were_captured = compare_many(mode, 10, derandomize=True)
+    were_captured = compare_many(mode, 10 if mode == "graph" else 6, derandomize=True)
     assert sum(were_captured) >= 3, "too few programs are captured to show anything"
 
 
