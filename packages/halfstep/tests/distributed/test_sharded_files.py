@@ -183,7 +183,7 @@ TAMPERED = {
     "swapped ranks": (lambda f: shutil.copy(f / name_file(0), f / name_file(1)), "rank-00001.safetensors"),
     "truncated": (
         lambda f: (f / name_file(1)).write_bytes((f / name_file(1)).read_bytes()[:-8]),
-        r"rank-00001.safetensors has \d+ bytes, \d+ were written",
+        r"rank-00001.safetensors has \d+ bytes, but \d+ were written",
     ),
     "flipped byte": (lambda f: flip(f / name_file(1)), "rank-00001.safetensors was changed .* SHA-256"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),

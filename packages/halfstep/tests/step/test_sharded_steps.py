@@ -330,7 +330,7 @@ def test_ranks_with_different_settings_are_refused_before_the_first_step(found: 
         assert average == "rank 0 and rank 1 differ in ema_decay: 0.5 and 0.6"
         assert precision.startswith("rank 0 and rank 1 differ in precision: fp32 and bf16")
         assert rate == "rank 0 and rank 1 differ in lr: [0.01] and [0.02]"
-        assert mesh == "the model is sharded over a mesh of 1, and 2 ranks train it"
+        assert mesh == "the model is sharded over a mesh of 1, but 2 ranks train it"
 
 
 @pytest.mark.soak
