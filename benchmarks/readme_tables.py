@@ -367,28 +367,25 @@ def _time_and_memory(row: dict[str, Any]) -> str:
 
 
 def zoo_table() -> str:
-    """What came of captured steps on many models: whether they train alike, and how fast."""
+    """What came of captured steps on many models: whether they train alike, and how fast compared with other loops."""
     from zoo import make_summary
 
-    return f"{make_summary()}\n\n{list_speeds()}"
-
-
-def list_speeds() -> str:
-    """The speed of hs.Step relative to the faster of torch.compile's modes, and each model that is not captured."""
     found, gains, lines = result("own_loop_zoo"), [], list[str]()
     for name, rows in found["models"].items():
         ms = {loop: row["ms"] for loop, row in rows.items() if "ms" in row}
         own, mode = ms.pop("hs auto"), rows["hs auto"]["mode"].split(" | ")[0]
-        gains += [min(ms.values()) / own] if "graph" in mode else []
-        others = ", ".join(f"{loop} {one:.1f}" for loop, one in ms.items())
-        lines += [] if "graph" in mode else [f"- {name}: {own:.1f} ms, {mode} ({others})"]
+        if "graph" in mode:
+            gains.append(min(ms.values()) / own)
+        else:
+            others = ", ".join(f"{loop} {one:.1f}" for loop, one in ms.items())
+            lines.append(f"- {name}: {own:.1f} ms, {mode} ({others})")
     head = (
         f"{len(found['models'])} of them timed one after the other on one {found['device']}, in bf16, with "
         f'`fast="auto"` (`{found["command"]}`). The {len(gains)} that are captured are {min(gains):.1f} to '
         f"{max(gains):.1f} times (median {statistics.median(gains):.1f}) as fast as the fastest of the plain loop, "
         "torch.compile and its mode reduce-overhead. The others:"
     )
-    return "\n".join([head, "", *sorted(lines)])
+    return "\n".join([make_summary(), "", head, "", *sorted(lines)])
 
 
 GUIDES = HERE.parent / "docs" / "guides"

@@ -34,7 +34,8 @@ def store(name: str, results: dict[str, Any], device: torch.device, folder: str 
     }
     path = Path(folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    # Errors name files of the machine.
+    path.write_text(json.dumps(record, indent=2).replace(f"{RESULTS.resolve().parents[1]}/", "") + "\n")
     print(f"stored {path}")
     return path
 
