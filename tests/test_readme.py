@@ -1,4 +1,4 @@
-"""Result tables are those of the stored results, and every command has its line."""
+"""Result tables are those of the stored results, the README stays at two screens, and every command has its line."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ def test_result_tables_are_generated_from_the_stored_results() -> None:
 
     for page in MADE:
         assert with_tables(page) == page.read_text(), f"{page.name}: run python benchmarks/readme_tables.py --write"
+
+
+def test_the_readme_stays_at_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 116
 
 
 def test_every_command_is_on_the_page_of_commands_and_no_other_is() -> None:

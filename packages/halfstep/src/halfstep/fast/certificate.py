@@ -47,7 +47,7 @@ class Certificate:
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
     gradients: str = ""
-    """What compiled gradients were compared with; torch's kernels equal the eager step."""
+    """How far compiled gradients are from fp32, or why they were not compared; empty for torch's kernels."""
     changed_optimizers: Sequence[str] = ()
     """Optimizers in another form than with fast="off"."""
     parts: str = ""
