@@ -181,7 +181,7 @@ class StepState:
         rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
         own, one, other = ([t.double() for t in copy.tensors[num:]] for copy in (found, first, second))
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in one]:
-            raise ReplayDiffers("not the same parameters get a gradient")
+            raise ReplayDiffers("different parameters get a gradient")
         size, distance, noise = (float(get_total_norm(t)) for t in (one, subtract(own, one), subtract(one, other)))
         if not distance <= rounding * size + NOISE * noise:
             raise ReplayDiffers(f"gradients differ by {distance / size:.2g} of their norm")

@@ -48,11 +48,17 @@ def is_worth_it(path: FastPath, attempt: Attempt) -> bool:
     if shape.expected is None:
         num_nodes = sum(entry.num_nodes for tracer in path.tracers.values() for entry in tracer.entries)
         shape.expected = CompileHistory(path.step, describe_window(attempt.batches)).expect(num_nodes)
-    spent = path.in_steps_s - path.level.began_s
-    if path.options.num_steps is not None:
-        spent *= max(0, path.options.num_steps - path.step.attempted) / max(1, path.level.num_replays)
     seconds, saving = shape.expected
-    return spent * saving > seconds
+    return measure_rest(path, path.level) * saving > seconds
+
+
+def measure_rest(path: FastPath, level: Level) -> float:
+    """Return how many seconds of steps are left for a level; if the number of steps is not known, as many as there
+    were since its first graph."""
+    spent = path.in_steps_s - level.began_s
+    if path.options.num_steps is not None:
+        spent *= max(0, path.options.num_steps - path.step.attempted) / max(1, level.num_replays)
+    return spent
 
 
 def try_compiled(path: FastPath, graph: Graph, attempt: Attempt) -> None:
@@ -73,7 +79,7 @@ def try_compiled(path: FastPath, graph: Graph, attempt: Attempt) -> None:
     if after_s > before_s:
         path.move("refused", times)
         return
-    level.graphs[attempt.key] = compiled
+    level.graphs[attempt.key], level.began_s = compiled, path.in_steps_s
     del path.level.graphs[attempt.key]
     attempt.shape.is_compiled = True
     path.move("accepted", f"{times}; {level.certificate}")
@@ -177,13 +183,13 @@ class CompileHistory:
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.path = find_cache_directory() / f"step-{name}.json"
 
-    def expect(self, num_nodes: int) -> tuple[float, float]:
+    def expect(self, num_nodes: int, likely_saving: float = LIKELY_SAVING) -> tuple[float, float]:
         """Return what was measured before, or an estimate by the number of operations."""
         try:
             stored = read_json(self.path)
             return float(stored["seconds"]), float(stored["saving"])
         except (OSError, ValueError, LookupError, TypeError):  # no usable file: measure
-            return COMPILE_S + COMPILE_S_PER_NODE * num_nodes, LIKELY_SAVING
+            return COMPILE_S + COMPILE_S_PER_NODE * num_nodes, likely_saving
 
     def write(self, seconds: float, saving: float) -> None:
         # If it cannot be written, the next run measures again.

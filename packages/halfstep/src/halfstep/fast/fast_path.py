@@ -44,6 +44,7 @@ from halfstep.fast.certificate import Certificate, ReplayDiffers, StateCopy, Ste
 from halfstep.fast.fp8_trial import Fp8Trial, try_fp8
 from halfstep.fast.hand_rates import HandRates
 from halfstep.fast.parts_trial import PartsTrial, Stage
+from halfstep.fast.tuned_trial import TUNED, find_budget, try_tuned
 from halfstep.fast.windows import (
     Call,
     Compiler,
@@ -83,7 +84,7 @@ class State(enum.Enum):
     EAGER = "by the user's Python code"
     GRAPH = "as CUDA graphs of torch's kernels: most of the gain where the host is the limit"
     UNTRIED = "the same, until compiling is likely to pay, which takes tens of seconds"
-    COMPILED = "as CUDA graphs of Inductor's code; rare shapes as graphs of torch's kernels"
+    COMPILED = "as CUDA graphs of Inductor's code, tuned in long runs; rare shapes as graphs of torch's kernels"
     PARTS = "by the user's Python code, with Inductor's code for its parts once that is known to be faster"
     SUSPECT = "the same as COMPILED, but a step was bad: the next window is computed with torch's kernels as well"
 
@@ -125,7 +126,7 @@ CAPTURES: dict[str, tuple[Capture, Capture]] = {"cuda": (GraphedStep, GraphedBac
 """How a step, and its forward and backward alone, are captured, by type of device."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Level:
     """One way of running the traced code, with the graphs captured from it."""
 
@@ -173,13 +174,13 @@ class Attempt(TracedWindow):
 
 @dataclass(frozen=True, slots=True)
 class Fast:
-    """How hs.Step captures steps, with more to it than the mode: its `fast=` takes either. ::
+    """How hs.Step captures steps: the mode and its options. `fast=` takes this or the mode alone. ::
 
         step = hs.Step(model, optimizer, fast=hs.Fast(num_steps=100_000))
 
     Arguments:
         mode: "auto", "graph", "compile" or "off", as in hs.Step.
-        num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
+        num_steps: how many steps the training has, if known: whether compiling and tuning pay is then decided sooner.
         max_graphs: captured graphs that are kept, one for each shape of a window, unless a graph was not used for 1,000
             steps; other shapes run eagerly, or compiled for any size.
         pure_ops: custom operators that read nothing but their inputs, so that they may be captured:
@@ -221,6 +222,7 @@ class FastPath:
         self.shapes: dict[Key, Shape] = {}
         self.level = self.make_level("aten")
         self.compiled = self.make_level(compiled_trial.COMPILED)
+        self.tuned = self.make_level(TUNED[self.compiled.compiler])
         self.by_compiler: set[int] = set()  # attempted steps in flight that compiled code made
         self.rates = HandRates(step)
         self.in_steps_s = 0.0
@@ -258,7 +260,7 @@ class FastPath:
             "not whole",
         )
         if self.state in UNCOMPILED:
-            self.compiled = self.make_level(compiled_trial.COMPILED)
+            self.compiled, self.tuned = map(self.make_level, (compiled_trial.COMPILED, TUNED[compiled_trial.COMPILED]))
         if self.state in (State.EAGER, State.PARTS):
             self.level = self.make_level("aten")
             self.tracers.clear()
@@ -300,7 +302,8 @@ class FastPath:
     @property
     def levels(self) -> list[Level]:
         """Return what may be replayed, the best first."""
-        return [self.compiled, self.level] if self.state in (State.COMPILED, State.SUSPECT) else [self.level]
+        is_compiled = self.state in (State.COMPILED, State.SUSPECT)
+        return [self.tuned, self.compiled, self.level] if is_compiled else [self.level]
 
     @property
     def _best(self) -> Level:
@@ -361,7 +364,7 @@ class FastPath:
                 raise
             # Outside of the except block, whose error holds frames and so activations.
             failed: Event = "failed" if is_whole else "not whole"
-            self.move("refused" if attempt.level is self.compiled else failed, reason)
+            self.move("refused" if attempt.level in (self.compiled, self.tuned) else failed, reason)
             attempt.level = None
             if attempt.facts is not None:  # the step is made
                 attempt.settle_exchanges(attempt.facts.bad)
@@ -408,12 +411,15 @@ class FastPath:
                 level.num_replays += 1
                 graph.shape.num_unused = 0
                 self._look(level, graph, attempt)
-                self._replay(level if attempt.key in level.graphs else self.compiled, attempt)
+                # Trying another level may have put its graph in place of this one.
+                self._replay(next(one for one in self.levels if attempt.key in one.graphs), attempt)
                 return True
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
         are_known = [call.note_changing() for call in attempt.calls]
         level = self._choose_level(attempt.shape)
+        if level is self.compiled and all(self.tuned.compiler in call.entry.codes for call in attempt.calls):
+            level = self.tuned  # its graph was lost, as when an optimizer's state is loaded
         if not all(are_known) or not self._has_place(level, attempt.shape):
             return False
         attempt.level = level
@@ -424,7 +430,8 @@ class FastPath:
             level.began_s = self.in_steps_s
             reason = self.find_eager_commit()
             alone = f"; the commit runs uncaptured: {reason}" if reason else ""
-            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
+            code = "torch's kernels" if level.compiler.startswith("aten") else "Inductor's code"
+            say(f"captured as a CUDA graph of {code}: {level.certificate}{alone}")
         level.graphs[attempt.key] = graph
         graph.shape.num_unused += 1
         self._replay(level, attempt)
@@ -487,6 +494,7 @@ class FastPath:
     def _forget_traces(self) -> None:
         self.level.graphs.clear()
         self.compiled.graphs.clear()
+        self.tuned.graphs.clear()
         self.tracers.clear()
 
     # --- replays ---
@@ -508,23 +516,27 @@ class FastPath:
         attempt.is_handed_over = not graph.replay.commits  # then hooks and optimizers run Python code
         attempt.facts = graph.replay(inputs, ids, fill)
         attempt.is_handed_over = False
-        if level is self.compiled:
+        if level is not self.level:
             self.by_compiler.add(attempt.number)
         attempt.settle_exchanges(attempt.facts.bad)
 
     def _look(self, level: Level, graph: Graph, attempt: Attempt) -> None:
         """Do what is due before a replay: check compiled code that is suspect, check replays again, try compiling."""
-        if self.state is State.SUSPECT and level is self.compiled:
+        if self.state is State.SUSPECT and level is not self.level:
             compiled_trial.check_again(self, graph, attempt)
         if level.num_replays % LOOK_EVERY:
             return
         if self.fp8 is not None and self.fp8.is_pending and self._try_fp8(self.fp8, level, graph, attempt):
             return
         # Where a hook runs, trying would run it many times.
-        can_try = self.state is State.UNTRIED and not self.find_eager_commit()
-        if can_try and compiled_trial.is_worth_it(self, attempt):
+        can_try = self.asked == "auto" and not self.find_eager_commit()
+        if can_try and self.state is State.UNTRIED and compiled_trial.is_worth_it(self, attempt):
             say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
             compiled_trial.try_compiled(self, graph, attempt)
+        elif can_try and level is self.compiled and (budget_s := find_budget(self, attempt)):
+            say(f"tunes the compiled step for at most about {budget_s:.0f} s, which a long run gets back")
+            if line := try_tuned(self, graph, attempt, budget_s):
+                say(line)
         elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
             self._check_again(level, graph, attempt)
 
@@ -674,7 +686,8 @@ class FastPath:
     # --- capturing ---
 
     def _choose_level(self, shape: Shape) -> Level:
-        return self.levels[0] if self.asked == "compile" or shape.is_compiled else self.level
+        is_compiled = self.asked == "compile" or shape.is_compiled
+        return self.compiled if is_compiled and self.compiled in self.levels else self.level
 
     def _is_left_out(self, attempt: Attempt) -> bool:
         """True for a shape that gets no graph. One that is new where no graph may be added is not even traced."""
@@ -899,13 +912,6 @@ def explain(error: BaseException) -> str:
     """Return one line for an error, with its type if it is not one of ours."""
     line = (str(error).strip().splitlines() or [""])[0]
     return line if isinstance(error, (NotTraced, CaptureFailed)) else f"{type(error).__name__}: {line}".rstrip(": ")
-
-
-NAMES: dict[Compiler, str] = {
-    "aten": "torch's kernels",
-    "inductor": "Inductor's code",
-    "inductor fp8": "Inductor's code",
-}
 
 
 def compile_sharded_blocks(sharding: Sharding) -> None:

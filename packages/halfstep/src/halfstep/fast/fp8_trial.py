@@ -164,7 +164,7 @@ def try_fp8(path: FastPath, trial: Fp8Trial, graph: Graph, attempt: Attempt) -> 
         path.fp8 = None
         return step.plan.warnings[-1]
     trial.is_pending, path.compiled = False, level
-    level.graphs[attempt.key] = captured
+    level.graphs[attempt.key], level.began_s = captured, path.in_steps_s
     attempt.level = level
     return (
         f"fp8 in {len(trial.layers)} layers ({describe_layers(trial.layers)}): {1e3 * fp8_s:.3g} ms per step, "

@@ -51,6 +51,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
 from halfstep.fast.dynamo_gaps import TRACES_GRADIENTS, Questions, fill_gaps, is_random, keep_quiet
+from halfstep.fast.kernel_choice import choose_kernels
 from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
 from halfstep.fast.recurrent import use_cudnn_operator
 from halfstep.fast.windows import (
@@ -211,7 +212,7 @@ class TracedLoss:
         traced = use_cudnn_operator(copy_graph(module))
 
         def compile(compiler: Compiler) -> None:
-            make = self._compile_in_fp8 if compiler.endswith("fp8") else self._compile
+            make = self._compile if compiler in ("aten", "inductor") else self._compile_changed
             make(entry, traced, kept, context, compiler)
 
         entry = Entry(module, find_outputs(module), compile)
@@ -259,14 +260,19 @@ class TracedLoss:
 
         return promise
 
-    def _compile_in_fp8(
+    def _compile_changed(
         self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
     ) -> None:
-        """Make the code of an entry with fp8 products. Whatever is wrong with it, the code in bf16 can be captured."""
-        assert self.fp8 is not None
+        """Make code with chosen kernels or fp8 products. Whatever is wrong with it, the other code can be captured."""
         assert entry.last_inputs is not None
         try:
-            self._compile(entry, self.fp8.convert(module, entry.last_inputs), examples, context, compiler)
+            if "tuned" in compiler:
+                with self._make_autocast(), self.plan.backend():
+                    module = choose_kernels(module, self.device)
+            if compiler.endswith("fp8"):
+                assert self.fp8 is not None
+                module = self.fp8.convert(module, entry.last_inputs)
+            self._compile(entry, module, examples, context, compiler)
         finally:
             obstacle, entry.why_not = entry.why_not, ""
         if obstacle:
@@ -328,8 +334,11 @@ class TracedLoss:
             context.fake_mode.allow_non_fake_inputs = (
                 True  # Inductor runs the graph, with its constants, on fake tensors
             )
-            passes = {"joint_custom_pre_pass": make_inductor_pass(self.device)}
-            compiled: Any = compile_fx(module, examples, inner_compile=keep, config_patches=passes)
+            patches = {
+                "joint_custom_pre_pass": make_inductor_pass(self.device),
+                "coordinate_descent_tuning": "tuned" in compiler or torch._inductor.config.coordinate_descent_tuning,
+            }
+            compiled: Any = compile_fx(module, examples, inner_compile=keep, config_patches=patches)
             return lambda *inputs: compiled(*inputs)[: len(entry.outputs)]
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:

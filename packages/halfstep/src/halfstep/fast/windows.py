@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 Key = tuple[object, ...]
-Compiler = Literal["aten", "inductor", "aten fp8", "inductor fp8"]
-"""What makes code of a graph; fp8: of a copy with fp8 products."""
+Compiler = Literal[
+    "aten", "aten tuned", "aten fp8", "inductor", "inductor tuned", "inductor fp8", "inductor tuned fp8"
+]  # fmt: skip
+"""What makes code of a graph; tuned: with kernels chosen by measurement; fp8: of a copy with fp8 products."""
 Code = Callable[..., Sequence[Any]]
 
 
@@ -200,7 +202,7 @@ class TracedWindow:
             if id(one) in own or is_new or position in call.entry.moved or is_number_input(call, position):
                 if position in call.entry.mutated or one.requires_grad:
                     raise NotTraced(
-                        "loss_fn writes into a tensor that is a new one at every step, or takes its gradient"
+                        "loss_fn writes into a tensor that is replaced at every step, or takes its gradient"
                     )
                 found.append(position)
         return found
@@ -342,6 +344,7 @@ class Shape:
     num_unused: int = 0  # graphs captured in a row without a replay
     expected: tuple[float, float] | None = None  # seconds of compiling, and the share of a step's time that it saves
     is_compiled: bool = False  # whether Inductor's code is used for it
+    tuning: tuple[float, float] | None = None  # the same as `expected`, of tuned code
 
 
 def list_tensors(batch: Any) -> list[Tensor]:
