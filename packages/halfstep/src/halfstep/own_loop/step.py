@@ -226,7 +226,7 @@ class Step:
         for one in optimizers:
             watch_for_second_step(one, (
                 f"{type(one).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
-                "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out"
+                "updated twice, once unguarded. Remove optimizer.step() and scaler.step(optimizer)"
             ))  # fmt: skip
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*self.plan.warnings, *self._schedules.hints, *hints)):

@@ -375,7 +375,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
         raise ConfigError(
             f"{strangers} of {len(trained)} trained parameters do not belong to the sharded model",
             why="fully_shard replaces parameters: an optimizer created before trains the old ones, without effect",
-            fix="create the optimizer after the last fully_shard(); parameters of a loss function: "
+            fix="create the optimizer after the last fully_shard(); if a loss function has parameters: "
             "hs.Step(torch.nn.ModuleList([model, criterion]), optimizer)",
         )
 
