@@ -366,7 +366,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
     if sharded[0].device.type != mesh.device_type:
         raise ConfigError(
             f"weights are on {sharded[0].device.type}, the mesh on {mesh.device_type}: they are offloaded",
-            why="the step would judge and commit on the host",
+            why="the step would be checked and committed on the host",
             fix="call fully_shard(...) without offload_policy=",
         )
     own = {id(p) for p in model.parameters()}
