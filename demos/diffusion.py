@@ -2,7 +2,7 @@
 
     python demos/diffusion.py [--out DIR]
 
-What is asserted is held against guesses from the data themselves. The VAE must reconstruct better than the mean
+The results are compared with guesses from the data themselves. The VAE must reconstruct better than the mean
 picture, by 1 dB. A denoiser must know more than each value's own mean and variance: on the same held-out pictures,
 timesteps and noise the averaged weights must err less than the best guess from these alone (Wiener's), over all
 timesteps, and by a fifth in their first quarter, where there is most of a picture to know. Samples are drawn and kept;

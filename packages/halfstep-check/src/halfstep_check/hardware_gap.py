@@ -33,7 +33,7 @@ def find_gap(said: Declaration, device: Device) -> Finding | None:
     if support == "native":
         return None
     rule = "hardware-emulates" if support == "emulated" else "hardware-lacks"
-    how = "only emulates it: it runs, and is slower than fp32" if support == "emulated" else "does not have it"
+    how = "only emulates it: it runs, but more slowly than fp32" if support == "emulated" else "does not have it"
     return Finding(
         rule=rule,
         message=f"{said.spelled} asks for {said.value}, but {device.name} {how}",

@@ -10,11 +10,11 @@ from halfstep_check.findings import Finding, Severity
 from halfstep_check.rules import RULES
 
 PRECEDENCE: dict[str, str] = {
-    "deepspeed": "DeepSpeed's engine runs what its own JSON says",
+    "deepspeed": "DeepSpeed's engine follows its own JSON",
     "FSDP policy": "FSDP casts by the policy it is given",
     "Accelerator call": "an explicit constructor argument beats accelerate's file and environment",
     "amp/fp16 trainer": "its trainer passes mixed_precision to the Accelerator, which beats accelerate's file",
-    "lightning call": "the Trainer runs the argument it is given",
+    "lightning call": "the Trainer uses the argument it is given",
     "transformers flags": "a flag beats the file",
     "transformers call": "TrainingArguments overwrite ACCELERATE_MIXED_PRECISION",
     "transformers": "TrainingArguments overwrite ACCELERATE_MIXED_PRECISION",

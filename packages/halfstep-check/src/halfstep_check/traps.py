@@ -130,7 +130,7 @@ def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
             "some versions stop with an AssertionError, later ones ignore the block",
             place=Place(path=source.name, line=int(source.facts["autocast_line"])),
             related=(said.place,) if said else (),
-            fix='drop the block, or say "torch_autocast": {"enabled": true} in the JSON instead of fp16/bf16',
+            fix='drop the block, or set "torch_autocast": {"enabled": true} in the JSON instead of fp16/bf16',
         )
         for source in sources
         if "autocast_line" in source.facts and "deepspeed" in source.facts["imports"].split()

@@ -30,7 +30,7 @@ class OnTheHost(GraphedStep):
 
     def __init__(self, step: GuardedStep, loss_fn: LossFn, window: list[Batch], pool: Any) -> None:
         if not all(committer.stepped for committer in step.committers):
-            raise CaptureFailed("an optimizer has not made its first step")
+            raise CaptureFailed("an optimizer has not taken its first step")
         self.step, self.generation = step, step.generation
         self.tables = list_tables(step)
         with torch.random.fork_rng():

@@ -78,7 +78,7 @@ def test_a_model_that_does_not_fit_by_itself_is_a_clear_error_and_leaves_no_fold
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, training, "assemble", at_call=1)
-    with pytest.raises(MemoryLimitError, match="does not fit on cpu, before any batch") as failed:
+    with pytest.raises(MemoryLimitError, match="does not fit on cpu, even without a batch") as failed:
         run(tmp_path / "run", {"ema.enabled": True})
     assert "Tried to allocate 2 GiB" in failed.value.why
     assert "bf16-true" in failed.value.fix

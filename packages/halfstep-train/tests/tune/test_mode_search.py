@@ -88,7 +88,7 @@ def test_a_short_run_is_not_compiled_for(demo: Path) -> None:
     machine = Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1)
     found = searched(demo, machine, 600.0)
     assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
-    assert "about 10 min to go is too short to compile for" in found.fields["mode_reason"]
+    assert "too short to compile for: about 10 min to go" in found.fields["mode_reason"]
     assert (found.fields["mode"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
 
 
@@ -96,7 +96,7 @@ def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(demo:
     machine = Machine(USUAL)
     found = searched(demo, machine, HOUR)
     assert machine.tried[-1] == "graph cudnn"
-    assert "not tried, too short a run for its start: kernel tuning" in found.fields["mode_reason"]
+    assert "not tried, the run is too short for its start-up: kernel tuning" in found.fields["mode_reason"]
     assert found.untried == ("kernel tuning",)
 
 

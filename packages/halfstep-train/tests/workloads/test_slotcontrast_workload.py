@@ -85,7 +85,7 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
     told = RunReport(run, quiet=False)
     alone = evaluate(run, report=told, out=tmp_path / "alone", batch_size=1)
     assert alone.metrics["fg_ari"] == found.metrics["fg_ari"]
-    assert "--batch-size 1 gives other scores than training: validation loss" in capsys.readouterr().err
+    assert "--batch-size 1 gives different scores from training: validation loss" in capsys.readouterr().err
     video = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
     np.save(tmp_path / "a.npy", video)
     (tmp_path / "frames").mkdir()

@@ -424,7 +424,7 @@ def test_a_step_that_began_with_a_loaded_scheduler_is_resumed_by_hs_load(every: 
         hs.load(tmp_path / "last", resumed.step, resumed.model)
         assert_equal(read(resumed.train(SAVED_AT, NUM_STEPS).save()), read(plain.save()))
     late = Script("cosine", every=every).load(plain.save()).guard()
-    with pytest.raises(CheckpointError, match="CosineAnnealingLR is at 9, but the state at 4"):
+    with pytest.raises(CheckpointError, match="CosineAnnealingLR is at 9, but the state is at 4"):
         hs.load(tmp_path / "last", late.step, late.model)
 
 

@@ -92,17 +92,17 @@ def read_deepspeed(draft: Draft) -> None:
             "launch-refused",
             f"{key} next to deepspeed_config_file: accelerate launch refuses to start",
             key,
-            fix=f"delete {key} here and say it in {file}",
+            fix=f"delete {key} here and set it in {file}",
         )
 
 
 def find_keys_without_effect(draft: Draft, strategy: str) -> None:
     root = draft.root
     if root.has("fp16") and root.has("mixed_precision"):
-        message = "fp16 is accelerate's old key: it is dropped when mixed_precision is there"
+        message = "fp16 is accelerate's old key: it is dropped if mixed_precision is set"
         draft.find("ignored-key", message, "fp16", fix="delete it")
     if is_on(root.scalar_at("downcast_bf16")) and strategy != "TPU" and strategy != "XLA":
-        message = f"downcast_bf16 acts on TPUs alone; distributed_type is {strategy}"
+        message = f"downcast_bf16 only affects TPUs; distributed_type is {strategy}"
         draft.find("ignored-key", message, "downcast_bf16", fix="set it to 'no'")
     for block, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
         if is_filled(root.get(block)) and strategy != owner:

@@ -98,5 +98,5 @@ def find_batch_arithmetic(draft: Draft) -> None:
     window = micro * (steps if isinstance(steps, int) else 1)
     if window <= 0 or whole <= 0 or whole % window:
         message = f"train_batch_size {whole} is not a multiple of {micro} × {steps if isinstance(steps, int) else 1}"
-        fix = "make train_batch_size = micro batch × accumulation × number of processes"
+        fix = "set train_batch_size = micro batch × accumulation × number of processes"
         draft.find("batch-arithmetic", message, "train_batch_size", fix=fix)

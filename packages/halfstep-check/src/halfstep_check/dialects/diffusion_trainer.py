@@ -31,10 +31,10 @@ def read(root: Node) -> Source:
     draft.say_number("accumulate", "trainer.gradient_accumulate_every")
     draft.say_number("batch", "data.batch_size")
     if amp and not fp16:
-        message = "amp without fp16 enters autocast with no dtype: float16 on CUDA, and no GradScaler is made"
+        message = "amp without fp16 enters autocast with no dtype: float16 on CUDA, without a GradScaler"
         fix = "set fp16: True for fp16 with loss scaling; for bf16 the trainer must pass mixed_precision='bf16' itself"
         draft.find("fp16-without-scaling", message, "trainer.amp", fix=fix, edits=draft.edit("trainer.fp16", "True"))
     if fp16 and not amp and root.has("trainer.amp"):
-        message = "fp16 without amp: the scaler runs, but autocast is switched off, so all computes in fp32"
+        message = "fp16 without amp: the scaler runs, but autocast is switched off, so everything runs in fp32"
         draft.find("ignored-key", message, "trainer.fp16", fix="set amp: True as well")
     return draft.freeze()

@@ -21,7 +21,7 @@ def read(environment: Mapping[str, str]) -> Source:
     draft.say_number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     if draft.root.scalar_at("NVIDIA_TF32_OVERRIDE") == "0":
         draft.say("tf32", "off", "NVIDIA_TF32_OVERRIDE")
-        message = "NVIDIA_TF32_OVERRIDE=0 switches TF32 off in every NVIDIA library, whatever the code asks for"
+        message = "NVIDIA_TF32_OVERRIDE=0 switches TF32 off in every NVIDIA library, regardless of the code"
         draft.find("tf32-off", message, "NVIDIA_TF32_OVERRIDE", fix="unset it, unless strict fp32 is what you want")
     elif draft.root.scalar_at("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
         draft.say("tf32", "on", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")

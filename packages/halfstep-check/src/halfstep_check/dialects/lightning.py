@@ -104,6 +104,6 @@ def say_precision(draft: Draft, key: str, precision: str, strategy: str, version
         draft.say_reduced(precision, key, message, fix=fix)
     if precision in ("fp16-true", "bf16-true"):
         half = precision.removesuffix("-true")
-        scaled = " and no loss scaling" if half == "fp16" else ""
-        message = f"{draft.root.scalar_at(key)!r}: weights and optimizer state live in {half}, no fp32 copy{scaled}"
+        scaled = " or loss scaling" if half == "fp16" else ""
+        message = f"{draft.root.scalar_at(key)!r}: weights and optimizer state are {half}, without an fp32 copy{scaled}"
         draft.find("half-weights", message, key, fix=f"use {half.replace('fp', '')}-mixed, or an optimizer made for it")

@@ -137,7 +137,7 @@ def find_overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
         if isinstance(target, ast.Attribute) and mine and not is_false(node):
             message = (
                 "native_amp is overwritten: with mixed_precision 'no' autocast then runs without a dtype, "
-                "which is float16 on CUDA, and no GradScaler is made"
+                "which is float16 on CUDA, without a GradScaler"
             )
             fix = "delete the line, and pass mixed_precision='bf16' or 'fp16' to the Accelerator"
             place = literals.mapping([], target).place

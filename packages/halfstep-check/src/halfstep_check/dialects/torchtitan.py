@@ -37,5 +37,5 @@ def read_reduction(draft: Draft) -> None:
     if reduce is not None:
         draft.say("reduce", reduce, key)
     if reduce != "fp32":
-        message = f"mixed_precision_reduce {word!r}: torchtitan accepts float32 alone"
+        message = f"mixed_precision_reduce {word!r}: torchtitan accepts only float32"
         draft.find("unknown-value", message, key, fix="set it to float32", edits=draft.edit(key, "float32"))

@@ -50,11 +50,11 @@ def read_arguments(draft: Draft, prefix: str) -> None:
     if root.has(prefix + "tf32"):
         draft.say("tf32", "on" if is_on(root.scalar_at(prefix + "tf32")) else "off", prefix + "tf32")
     if root.scalar_at(prefix + "half_precision_backend") == "apex":
-        message = "half_precision_backend apex: apex.amp is gone from apex, and the argument from transformers 5"
+        message = "half_precision_backend apex: apex no longer has apex.amp, nor transformers 5 this argument"
         draft.find("unknown-value", message, prefix + "half_precision_backend", fix="delete it")
     for key in ("fp16_full_eval", "bf16_full_eval"):
         if is_on(root.scalar_at(prefix + key)) and fp16 | bf16 and key[:4] != ("fp16" if fp16 else "bf16"):
-            message = f"{key} casts the weights for evaluation to another format than training computes in"
+            message = f"{key} casts the weights for evaluation to a different format than training uses"
             draft.find("precision-conflict", message, prefix + key, fix=f"drop {key}")
 
 

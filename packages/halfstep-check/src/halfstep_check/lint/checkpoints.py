@@ -228,7 +228,7 @@ def find_remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
             name = last_name(scaled[0].scaled_by)
             scale = amp.get_initial_scale(name)
             message = f"{name} is created again {describe_repeat(made, scaled[0])}: its scale restarts at {scale}"
-            fix = "make it once, before the loop over epochs, and pass it on"
+            fix = "create it once, before the loop over epochs, and pass it on"
             yield amp.script.report("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 
 

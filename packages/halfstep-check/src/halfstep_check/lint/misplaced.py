@@ -48,7 +48,7 @@ def find_unmade_optimizers(amp: Amp) -> Iterator[Finding]:
             is_step = isinstance(call.func, ast.Attribute) and call.func.attr in ("step", "unscale_") and call.args
             # If more is missing, the class is a part of one, whose rest makes the optimizer.
             if is_step and unmade == {name := dotted_name(call.args[0])}:
-                message = f"{owner.name} steps {name} and never makes it: the first step raises AttributeError"
+                message = f"{owner.name} steps {name} but never creates it: the first step raises AttributeError"
                 fix = f"{name} = torch.optim.AdamW(model.parameters()) in __init__"
                 yield script.report("optimizer-not-made", call, message, fix=fix)
                 break

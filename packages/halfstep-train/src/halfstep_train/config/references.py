@@ -61,7 +61,7 @@ class References:
                 return value
             if isinstance(value, (list, Mapping)):
                 raise ConfigError(
-                    f"{at}: ${{{match[1]}}} is a list or a section and cannot be part of a text",
+                    f"{at}: ${{{match[1]}}} is a list or a section and cannot be part of a string",
                     fix="use the reference alone, or name a single value",
                 )
             # Paste the value and search again: references may be nested, `${globals.${globals.NAME}}`.

@@ -155,7 +155,7 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = setting(
         "normal",
-        "low: find the least memory by recomputation, 8-bit moments and compiler budget, for up to 10 % more time",
+        "low: save the most memory by recomputation, 8-bit moments and compiler budget, for up to 10 % more time",
     )
     channels_last: Literal["auto"] | bool = setting(
         "auto", "Channels-last (NHWC) layout for images and convolutions; auto: if it is faster"

@@ -107,10 +107,10 @@ def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str
     if simulates:
         return [
             expected,
-            f"measured here: accuracy within {gap:.1f} points of fp32, and neither time nor memory",
+            f"measured here: accuracy within {gap:.1f} points of fp32; time and memory are not measured",
             f"{device} has no matrix units for fp16 and bf16: the formats are simulated, which shows their numerics "
             "(real dtypes, real rounding) and says nothing about time or memory",
-            "for times run this on a GPU with tensor cores: bf16 from Ampere (A100, RTX 30) on, fp16 from Volta on",
+            "for times, run this on a GPU with tensor cores: bf16 from Ampere (A100, RTX 30) on, fp16 from Volta on",
         ]
     first, half = lines[0], lines[-1]
     ratio = (half.samples_per_s or 1) / (first.samples_per_s or 1)

@@ -365,7 +365,7 @@ def prepare_window(
 # --- several phases: run one window through each phase that is due ---
 
 
-UNCOMPILED = "runs eager: its loss computes gradients, which the compiler cannot trace"
+UNCOMPILED = "runs eagerly: its loss computes gradients, which the compiler cannot trace"
 
 
 class PhasedEngine:

@@ -459,7 +459,7 @@ def suggest_faster_data(num_workers: int, cores: int) -> str:
     """Suggest a setting that speeds up data loading: more workers if cores are free, else less work for them."""
     if num_workers < cores:
         return f"data.num_workers={cores} (it is {num_workers}, and this machine has {format_count(cores, 'core')})"
-    return f"more cores, or samples that are smaller or decoded before (data.num_workers={num_workers} uses all cores)"
+    return f"more cores, or smaller or already decoded samples (data.num_workers={num_workers} uses all cores)"
 
 
 # --- model FLOPs utilisation (MFU, Chowdhery et al. 2022) ---

@@ -54,7 +54,7 @@ class CompiledShapes:
         )
         return (
             f"batches come in more than {MOST_SHAPES} shapes (now {new}): only the first {MOST_SHAPES} are "
-            "compiled, others run eager; one size for all, or padding to it, makes every step fast"
+            "compiled, others run eagerly; one size for all, or padding to it, makes every step fast"
         )
 
     def forget(self) -> None:

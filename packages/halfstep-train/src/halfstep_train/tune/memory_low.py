@@ -40,7 +40,7 @@ BUDGETS = (0.9, 0.7, 0.5, 0.3)  # shares of the activations, tried in this order
 
 
 OUTRIGHT = "train.activation_checkpointing=true recomputes blocks at any cost"
-OUT_OF_TIME = "the rest: the time for trials was used up, which is no longer than the run itself"
+OUT_OF_TIME = "the rest: the time for trials was used up (it is at most that of the run itself)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -201,9 +201,9 @@ class ModeSearch:
         found = list(self.problems)
         if "graph" in self.too_short_for:
             run_s = self.time.run_s or 0.0
-            found.append(f"about {format_duration(run_s)} to go is too short to compile for (train.fast=graph does)")
+            found.append(f"too short to compile for: about {format_duration(run_s)} to go (train.fast=graph compiles)")
         else:
-            found += [f"not tried, too short a run for its start: {label}" for label in self.too_short_for]
+            found += [f"not tried, the run is too short for its start-up: {label}" for label in self.too_short_for]
         if self.out_of_time:
             found.append(f"not tried, out of trial time: {', '.join(self.out_of_time)}")
         return [*found, f"{self.time.spent_s:.0f} s of trials and {self.time.starts_s:.0f} s of first steps"]

@@ -100,7 +100,7 @@ def collect_notes(comparison: Comparison) -> list[str]:
     better = "" if comparison.mode == "max" else " (lower is better)"
     notes = [f"margin {margin:.4g} in {comparison.metric}{better}: {comparison.margin_from}"]
     if comparison.is_wide:
-        notes.append('this margin is wide, so "same" means little; with more data or steps seeds differ less')
+        notes.append('this margin is wide, so "same" means little; with more data or steps, seeds differ less')
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
     notes.append(f"{format_count(comparison.count_whole_seeds(), 'paired seed')}, {rule}, 5 % in all")
     for row in request.rows[1:]:

@@ -69,7 +69,7 @@ def evaluate(
     plan = choose_plan(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
     is_usual = batch_size in (None, config.train.val_batch_size or config.train.batch_size)
     differing = () if is_usual else workload.by_batch
-    scores = [f"--batch-size {batch_size} gives other scores than training: {what}" for what in differing]
+    scores = [f"--batch-size {batch_size} gives different scores from training: {what}" for what in differing]
     for note in (*run.notes, *plan.warnings, *workload.notes, *scores):
         report.notice(note, "warning")
     evaluation = evaluating_as(workload)

@@ -197,7 +197,7 @@ def check_clipping(step: GuardedStep, loss_fn: LossFn, window: Window) -> tuple[
     limit, kind = step.clip.limit, step.clip.kind
     norm = _measure_norms(step, loss_fn, window)[0]
     if not math.isfinite(norm):
-        return None, f"the step itself is bad: its {kind} norm is {norm:g}, and it is dropped whole"
+        return None, f"the step itself is bad: its {kind} norm is {norm:g}, and the whole step is dropped"
     # Scale the loss so that the norm is ten times the limit; a step that is above that already is used as it is.
     wanted = 10 * limit / norm if norm > 0 else 1.0
     raised = max(wanted, 1.0)

@@ -416,7 +416,7 @@ class StoredShards:
         what = f"checkpoint {self.folder.name} was saved with {then}, and this is {now}"
         if reshard:
             return f"{what}: it cannot continue bit-exactly"
-        why = "with other ranks, sums are added in another order, so training would not continue exactly"
+        why = "a different mesh sums in a different order, so training would not continue exactly"
         fix = f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}"
         raise mark_agreed(CheckpointError(what, why=why, fix=fix))
 

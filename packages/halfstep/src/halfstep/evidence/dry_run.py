@@ -144,7 +144,7 @@ def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list
     rows = [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
     if in_target is not None and in_target.error:  # the step ends there, and nothing after it was judged
         where = in_target.origin.module if in_target.origin is not None else ROOT
-        remedy = f"{in_target.error}: hs.fp32_island() around it; later operations are not judged"
+        remedy = f"{in_target.error}: hs.fp32_island() around it; later operations are not checked"
         kind, verdict = "operations", "refuses the format"
         refused = Judgement(module=where, kind=kind, verdict=verdict, headroom_bits=math.inf, lost=0.0, remedy=remedy)
         rows.append(refused)

@@ -421,7 +421,7 @@ def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
         with subject.replace_state({name: matrices[name] / norm for name, norm in scope.items()}):
             outcome = attempt(subject, "smaller start", num_more=NUM_MORE)
         shown = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
-        change = f"a start with a spectral norm of 1 (nn.init.orthogonal_) for {shown}: it is {max(scope.values()):.3g}"
+        change = f"initialise {shown} with a spectral norm of 1 (nn.init.orthogonal_), not {max(scope.values()):.3g}"
         yield Remedy(change=change, outcome=outcome)
 
 

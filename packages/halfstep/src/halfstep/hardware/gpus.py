@@ -24,7 +24,7 @@ VERIFICATION = {
     "recalled": "recalled, not verified",
 }
 KINDS: dict[str, Kind] = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Apple": "mps", "Google": "tpu"}
-OLD_BUILD = "torch 2.11 and newer run on it in their CUDA 12.6 build only"
+OLD_BUILD = "torch 2.11 and newer run on it only in their CUDA 12.6 builds"
 """pytorch/pytorch#172352: no other build has kernels below sm_75."""
 
 

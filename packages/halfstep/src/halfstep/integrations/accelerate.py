@@ -54,7 +54,7 @@ class AccelerateGuard(HostGuard):
         if accelerator.has_lomo_optimizer or name == "LayerWiseDummyOptimizer":  # of GaLore
             raise ConfigError(
                 f"{name} cannot be guarded",
-                why="it updates weights inside backward, before the gradients of a step can be judged",
+                why="it updates weights inside backward, before the gradients of a step can be checked",
                 fix="use an optimizer that steps after backward, such as optim='adamw_torch_fused'",
             )
         self.accelerator, self.accelerated = accelerator, optimizer
@@ -135,7 +135,7 @@ def guard(
     """Guard the steps of a prepared optimizer: a bad step leaves model, buffers, optimizer, schedule and scaler as
     they were.
 
-    Call it once, after `accelerator.prepare`, with what that returned. ::
+    Call it once, after `accelerator.prepare`, with the objects that it returned. ::
 
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         guard = hs.integrations.accelerate.guard(accelerator, model, optimizer)

@@ -81,5 +81,5 @@ class CapturedLoop(HostSteps):
         schedule = f"; schedule {followed or type(self.scheduler).__name__ + ': of the host'}" if self.scheduler else ""
         return (
             f"runs the steps of {self.host} as an hs.Step ({self.step.plan.granted}): forward, backward, clipping, "
-            f"optimizer; loss, gradients and buffers are judged{schedule}"
+            f"optimizer; loss, gradients and buffers are checked{schedule}"
         )

@@ -206,7 +206,7 @@ class HostSteps:
 
 
 class HostGuard(HostSteps):
-    """Judge and commit the steps of one optimizer in a host's loop.
+    """Check and commit the steps of one optimizer in a host's loop.
 
     Arguments:
         host: the name of the trainer, for messages.
@@ -220,7 +220,7 @@ class HostGuard(HostSteps):
         capsules: a folder for the batches and weights of a bad step; `keep(batch)` gives it the batches.
         max_consecutive: bad steps in a row that raise hs.TrainingStopped.
         also: modules or tensors that the loss writes into although the optimizer does not train them.
-        limits: what this host does not allow to guard, for the line that `announce` prints.
+        limits: what cannot be guarded in this host, for the line that `announce` prints.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class HostGuard(HostSteps):
             )
         if self._loss is None and not self._has_warned:
             self._has_warned = True
-            warn_user(f"{self.host}'s backward was not called in this step, so the loss is not judged")
+            warn_user(f"{self.host}'s backward was not called in this step, so the loss is not checked")
         with torch.no_grad():
             facts = self._judge_and_commit()
         self.last_facts = facts
@@ -381,7 +381,7 @@ class HostGuard(HostSteps):
         return facts
 
     def follow(self, scheduler: Any) -> Any:
-        """Return what takes the place of the host's scheduler. One that follows a metric is returned as it is."""
+        """Return a replacement for the host's scheduler. One that follows a metric is returned as it is."""
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             self.limits.append(f"{type(scheduler).__name__} is the host's")
             return scheduler
@@ -452,7 +452,7 @@ class HostGuard(HostSteps):
         if closure is not None:
             raise ConfigError(
                 "optimizer.step(closure) cannot be guarded",
-                why="the closure evaluates the model inside the step, so the step cannot be judged in advance",
+                why="the closure evaluates the model inside the step, so the step cannot be checked in advance",
                 fix="use an optimizer that steps without a closure",
             )
         self.step()
@@ -507,7 +507,7 @@ def check_loop(host: Any, model: Any, optimizer: Any, is_prepared: Callable[[Any
 def refuse_unguardable(name: str, fix: str) -> None:
     raise ConfigError(
         f"{name} cannot be guarded",
-        why="it shards gradients or steps the optimizer by itself, so a single step cannot be judged or dropped",
+        why="it shards gradients or steps the optimizer by itself, so a single step cannot be checked or dropped",
         fix=fix,
     )
 
@@ -516,7 +516,7 @@ def refuse_second_guard(owner: object) -> None:
     if hasattr(owner, GUARDED):
         raise ConfigError(
             f"this {type(owner).__name__} is already guarded, inside {getattr(owner, GUARDED).host}",
-            why="two guards would judge each step twice, or not know which of two optimizers a loss is for",
+            why="two guards would check each step twice, or not know which of two optimizers a loss is for",
             fix="call guard once; to guard again, first call .close() of the old one",
         )
 

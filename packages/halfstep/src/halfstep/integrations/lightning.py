@@ -8,7 +8,7 @@ whole step. So there are two levels.
 
     captured   hs.Step runs training_step as its loss function, and replays the step as a CUDA graph where it can. The
                hooks around backward and the optimizer step do not run, so it is not used where one is overridden.
-    guard      Lightning runs everything; guard.py judges the step, and commits or drops it.
+    guard      Lightning runs everything; guard.py checks the step, and commits or drops it.
 
 `self.log` writes into Lightning's collections, which cannot be traced. While a captured step runs, `log` and `log_dict`
 note their arguments, and Lightning's own methods run afterwards, as in training_step.
@@ -68,8 +68,8 @@ class HalfstepPrecision:
 
     Arguments:
         precision: "auto", "bf16", "fp16", "tf32", "fp32" or an hs.Precision.
-        level: "captured" runs the whole step in hs.Step, as a CUDA graph where it can be traced; "guard" judges the
-            steps that Lightning makes; "auto" takes captured on one GPU if no hook around backward, zero_grad or the
+        level: "captured" runs the whole step in hs.Step, as a CUDA graph where it can be traced; "guard" checks the
+            steps that Lightning runs; "auto" takes captured on one GPU if no hook around backward, zero_grad or the
             optimizer step is overridden and gradients are not accumulated.
         schedule, capsules, max_consecutive, also: as in halfstep.integrations.guard.HostGuard.
         fast, skip_spikes, ...: of a captured step, as in hs.Step.
@@ -106,12 +106,12 @@ class HalfstepPrecision:
 
     @property
     def step(self) -> Step | None:
-        """Return the hs.Step of captured steps: its `mode` and `certificate` say what runs. None at level "guard"."""
+        """Return the hs.Step of captured steps: its `mode` and `certificate` show what runs. None at level "guard"."""
         return self._steps.step if isinstance(self._steps, CapturedSteps) else None
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of dropped steps of the training that runs, or of the last one; waits for the device."""
+        """Return the number of dropped steps of the current training, or of the last one; waits for the device."""
         return self._num_dropped if self._steps is None else self._steps.num_dropped
 
     @property

@@ -23,7 +23,7 @@ ADVICE = HostAdvice(overflow="--amp-dtype bfloat16", clip="--clip-grad 1.0", ste
 
 
 class HalfstepScaler:
-    """Scale, call backward, clip, and step or drop: called as timm's NativeScaler is.
+    """Scale, call backward, clip, and step or drop: called like timm's NativeScaler.
 
     Arguments:
         model: what your loop calls, after DistributedDataParallel and torch.compile.
@@ -82,8 +82,8 @@ class HalfstepScaler:
         self.guard.step()
 
     def follow(self, owner: Any) -> Any:
-        """Return timm's scheduler or ModelEma such that a dropped step does not move it. A schedule by updates waits
-        for the device once per step; one by epochs stays as it is."""
+        """Return timm's scheduler or ModelEma, which a dropped step then does not advance. A schedule by updates
+        waits for the device once per step; one by epochs is returned unchanged."""
         if hasattr(owner, "step_update"):
             return _FollowedSchedule(owner, self.guard)
         if isinstance(owner, nn.Module) and hasattr(owner, "update"):

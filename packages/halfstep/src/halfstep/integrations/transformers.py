@@ -52,7 +52,7 @@ else:
 
 
 class HalfstepMixin(_Base):  # type: ignore[misc]
-    """Put this before Trainer, or a subclass of it, in your class's bases. It takes more arguments than the Trainer.
+    """Put this before Trainer, or a subclass of it, in your class's bases. It adds arguments to the Trainer's.
 
     Arguments:
         halfstep: "guard" or "captured".
@@ -95,12 +95,12 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     @property
     def halfstep(self) -> AccelerateGuard | CapturedLoop | None:
-        """Return the guard or the captured step of the training that runs; None outside of train()."""
+        """Return the guard or the captured step of the current training; None outside of train()."""
         return self._hs_steps
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of dropped steps of the training that runs, or of the last one; waits for the device."""
+        """Return the number of dropped steps of the current training, or of the last one; waits for the device."""
         return self._hs_num_dropped if self._hs_steps is None else self._hs_steps.num_dropped
 
     train_dataset: Any

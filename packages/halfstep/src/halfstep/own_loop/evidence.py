@@ -56,7 +56,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         print(found)
 
     `model` and `loss_fn` are those that were given to hs.Step; weights, buffers and batches come from the capsule. The
-    model is left as it was given.
+    model is not changed.
     """
     read = capsules.read_capsule(Path(capsule))
     if read.is_from_run:

@@ -90,10 +90,10 @@ def load(
     path: str | os.PathLike[str], step: Step | Sequence[Step], model: nn.Module | Sequence[nn.Module], /, *,
     reshard: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Continue as `hs.save` was called: load model, step, generators and position in the data; return `extra`.
+    """Continue where `hs.save` was called: load model, step, generators and position in the data; return `extra`.
 
     Create model, optimizer and step as before, then call it. A state that does not fit is refused and changes nothing.
-    `reshard=True` loads the folder of a sharded model into another number of shards, or into an unsharded model: the
+    `reshard=True` loads the folder of a sharded model into a different number of shards, or an unsharded model: the
     loop continues, but not bit-exactly. ::
 
         best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0

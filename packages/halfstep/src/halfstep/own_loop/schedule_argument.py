@@ -378,7 +378,8 @@ class LoopSchedules:
             count = (committed if driven.every == "step" else int(state["epochs"])) - start
             if isinstance(driven.absolute, Curve) and count < 0:
                 raise CheckpointError(
-                    f"{type(driven.scheduler).__name__} is at {driven.first}, but the state at {driven.first + count}",
+                    f"{type(driven.scheduler).__name__} is at {driven.first}, "
+                    f"but the state is at {driven.first + count}",
                     why="a scheduler cannot step back",
                     fix="create the step with a new scheduler, as when the state was saved",
                 )

@@ -71,7 +71,7 @@ def seeded(dataset: Dataset[Any], seed: int = 0) -> SeededDataset:
     """Return the data set with samples that are functions of (seed, epoch, index), whatever they draw.
 
     Python's, NumPy's and torch's global CPU generators are seeded for each sample and restored afterwards. A generator
-    that the data set created itself is not. `step.windows` sets the epoch; in any other loop call
+    that the data set created itself is not seeded. `step.windows` sets the epoch; in any other loop call
     `dataset.set_epoch(epoch)`. ::
 
         loader = DataLoader(hs.seeded(dataset), batch_size=64, shuffle=True, num_workers=4)

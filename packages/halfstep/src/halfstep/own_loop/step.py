@@ -92,7 +92,7 @@ class Step:
             has more settings. If the device lacks it, the next best is used, with a warning; `print(step.plan)` shows
             what runs and why.
         fast: "auto" captures and compiles as described above; "graph" captures torch's own kernels, "compile" those of
-            Inductor at once; "off" runs eagerly. hs.Fast(num_steps=100_000) has more settings.
+            Inductor from the start; "off" runs eagerly. hs.Fast(num_steps=100_000) has more settings.
         memory: "low" recomputes the repeated blocks of the model in backward instead of keeping their activations.
         clip_norm: limit of the gradient norm; 0 or None turns clipping off.
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
@@ -113,10 +113,10 @@ class Step:
         skip_spikes: also drop steps whose loss is far above the last 64.
         also: a module or tensor, or several, that loss_fn writes into although this step does not train them, such as a
             generator while its discriminator is trained. A bad step restores them, too.
-        on_gradients: called with the model to edit its gradients: they are unscaled, and not yet checked and clipped.
+        on_gradients: called with the model to edit its gradients: they are unscaled, but not yet checked or clipped.
         on_commit: called with the model once the optimizers have stepped, to move a teacher or a target network. Name
             those networks in also=, so that a bad step restores them.
-        watch: measure the numbers of each module every so many steps, and warn before one leaves its range; 0 turns it
+        watch: measure the numbers of each module every N steps, and warn before one leaves its range; 0 turns it
             off. `print(step.watched)` shows them (docs/watch.md).
         capsules: a folder for the batches and weights of a bad step, or of one in which loss_fn raised;
             `hs.replay(capsule, model, loss_fn)` names the cause.
@@ -226,7 +226,7 @@ class Step:
         for one in optimizers:
             watch_for_second_step(one, (
                 f"{type(one).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
-                "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out"
+                "updated twice, once unguarded. Remove optimizer.step() and scaler.step(optimizer)"
             ))  # fmt: skip
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*self.plan.warnings, *self._schedules.hints, *hints)):
@@ -237,7 +237,7 @@ class Step:
     # --- training ---
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Yield windows of `accumulate` batches; the last may be shorter. At the end the last steps are judged.
+        """Yield windows of `accumulate` batches; the last may be shorter. At the end the last steps are checked.
 
         After `load_state_dict` or `hs.load` the first call continues with the very next batch (docs/resume.md).
         """
@@ -385,7 +385,7 @@ class Step:
         self._schedules.epoch_ended()
 
     def end_pass(self) -> None:
-        """End a pass over the data that was left by `break` or is to be resumed: the next one starts anew."""
+        """End a pass over the data that was left by `break` or is to be resumed: the next one starts from scratch."""
         self._position.end_pass()
 
     def validated(self, metric: float | Tensor) -> None:
@@ -397,7 +397,7 @@ class Step:
         self._schedules.validated(float(metric))
 
     def finish(self) -> None:
-        """Judge the last steps, which the guard has not seen yet, and wait until a sharded model's save is on the disk.
+        """Check the last steps, which the guard has not seen yet, and wait until a sharded model's save is on the disk.
 
         `windows` and `with step:` call it at their end."""
         if self._watch is not None:
@@ -461,7 +461,7 @@ class Step:
     @property
     def mode(self) -> str:
         """Return how steps run now: "eager", "graph", "compile+graph", or "compile" with graph breaks. ", commit eager"
-        follows if graphs hold forward and backward only."""
+        follows if graphs contain only forward and backward."""
         return self._fast.mode
 
     @property
@@ -508,7 +508,7 @@ class Step:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as `state_dict` was, or refuse what does not fit and change nothing.
+        """Continue from the `state_dict`, or refuse what does not fit and change nothing.
 
         Without its "position" the generators stay as they are, and a new pass over the data begins.
         """

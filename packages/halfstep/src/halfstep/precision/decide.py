@@ -38,7 +38,7 @@ class PrecisionRequest(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Precision:
-    """A precision with more to it than its name: hs.Step takes it in place of one. ::
+    """A precision with settings: hs.Step takes it in place of a name. ::
 
         step = hs.Step(model, optimizer, hs.Precision("bf16", modules={"decoder.head": "fp32"}))
 
@@ -46,7 +46,7 @@ class Precision:
         default: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype.
         modules: submodules that run in another precision, by name or pattern.
         strict: refuse a precision that the device lacks instead of using the next best.
-        simulate: the numerics of a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
+        simulate: simulate a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
         force: run fp8 in every layer that supports it. Without force, fp8 runs only in compiled steps, in layers that
             were measured to be faster, and only if the whole step is faster with it.
         fp8_recipe: "tensorwise" scales each operand of a product as a whole, "rowwise" each row;

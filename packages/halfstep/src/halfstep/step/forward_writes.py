@@ -210,7 +210,7 @@ class ForwardWrites:
         if not unsaved:
             return ""
         return (
-            f"halfstep: forward wrote {unsaved} for the first time, of which there is no copy: it stays as written, "
+            f"halfstep: forward wrote {unsaved} for the first time, so there is no copy of it: it stays as written, "
             "everything else is as before the step. Name it when you create the step, also=[model.part.weight], and "
             "load your last checkpoint"
         )

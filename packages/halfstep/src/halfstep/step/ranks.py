@@ -366,7 +366,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
     if sharded[0].device.type != mesh.device_type:
         raise ConfigError(
             f"weights are on {sharded[0].device.type}, the mesh on {mesh.device_type}: they are offloaded",
-            why="the step would judge and commit on the host",
+            why="the step would be checked and committed on the host",
             fix="call fully_shard(...) without offload_policy=",
         )
     own = {id(p) for p in model.parameters()}
@@ -375,7 +375,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
         raise ConfigError(
             f"{strangers} of {len(trained)} trained parameters do not belong to the sharded model",
             why="fully_shard replaces parameters: an optimizer created before trains the old ones, without effect",
-            fix="create the optimizer after the last fully_shard(); parameters of a loss function: "
+            fix="create the optimizer after the last fully_shard(); if a loss function has parameters: "
             "hs.Step(torch.nn.ModuleList([model, criterion]), optimizer)",
         )
 

@@ -53,7 +53,7 @@ def refuse_sharded(model: nn.Module) -> None:
     if is_sharded(model):
         raise ConfigError(
             f"{type(model).__name__} is sharded, and this step is for a single rank",
-            why="a rank that judges only its own shards would drop different steps than the others",
+            why="a rank that checks only its own shards would drop other steps than the other ranks",
             fix="hs.Step(model, optimizer) finds the ranks of a sharded model",
         )
 

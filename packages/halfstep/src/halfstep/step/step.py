@@ -374,7 +374,7 @@ class GuardedStep:
             return f"a CUDA graph needs a CUDA device, not {self.device}"
         if reason := self.why_never_captured() or self.writes.why_not_captured:
             return reason
-        return "" if all(c.stepped for c in self.committers) else "an optimizer has not made its first step"
+        return "" if all(c.stepped for c in self.committers) else "an optimizer has not taken its first step"
 
     def forget_writes(self) -> None:
         """Forget an uncommitted compute() and what forward writes, after state was loaded."""

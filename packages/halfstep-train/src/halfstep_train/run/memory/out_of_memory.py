@@ -67,13 +67,13 @@ def explain_out_of_memory(
 def explain_model_too_large(error: OutOfMemory, model: nn.Module, plan: Plan, *, has_ema: bool) -> MemoryLimitError:
     """Return the error of a model that does not fit even without a batch."""
     num_parameters = sum(p.numel() for p in model.parameters())
-    ways = ["a smaller model", "--precision bf16-true (weights in half of the bytes)"]
+    ways = ["a smaller model", "--precision bf16-true (weights take half the bytes)"]
     if has_ema:
         ways.append("ema.enabled=false (the average is a second copy of the weights)")
     ways.append("a device with more memory, or one that is not in use (--device)")
     size = f"{type(model).__name__} with its {num_parameters:,} parameters"
     return _make_error(
-        f"{size} does not fit on {plan.device}, before any batch", error, torch.device(plan.device), ways
+        f"{size} does not fit on {plan.device}, even without a batch", error, torch.device(plan.device), ways
     )
 
 

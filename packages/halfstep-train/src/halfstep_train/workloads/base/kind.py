@@ -222,7 +222,7 @@ class Kind:
         load_part(self.demo, form="write_demo(folder, seed=0)")(folder, seed=seed)
 
     def make_guide(self) -> Guiding:
-        assert self.guide is not None, "the guide asks families that have an entry"
+        assert self.guide is not None, "the guide covers only families that have an entry"
         return load_part(self.guide.guide)()
 
     def make_unit(self, config: RunConfig, store: Store) -> Unit:

@@ -52,7 +52,7 @@ class UNetSize(BuiltModelConfig):
         (128, 128, 256, 256, 512, 512), "Channels of each level; each halves the image", min_length=1
     )
     layers: PositiveCount = setting(2, "ResNet blocks of each level")
-    weights: FilePath = setting(None, "diffusers folder to start from: of the network or of a pipeline")
+    weights: FilePath = setting(None, "diffusers folder of a network or pipeline to start from")
 
 
 class VaeModelConfig(UNetSize):

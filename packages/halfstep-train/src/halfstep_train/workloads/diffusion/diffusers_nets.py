@@ -87,7 +87,7 @@ def build_net(config: Mapping[str, Any]) -> Net:
         return kind.from_config({name: value for name, value in config.items() if name != "_class_name"})
     except (ValueError, TypeError, ZeroDivisionError, AssertionError) as error:
         raise ConfigError(
-            f"diffusers cannot build {config['_class_name']} of channels {tuple(config['block_out_channels'])}",
+            f"diffusers cannot build {config['_class_name']} with channels {tuple(config['block_out_channels'])}",
             why=" ".join(str(error).split())[:300],
             fix="model.channels in multiples of 32, or of model.attention_head_dim",
         ) from error

@@ -245,7 +245,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"cannot read {path}: {error}", why="it contains the size of the autoencoder", fix="export the run again"
+            f"cannot read {path}: {error}", why="it stores the size of the autoencoder", fix="export the run again"
         ) from error
 
 

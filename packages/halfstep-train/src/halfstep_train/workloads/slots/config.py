@@ -68,7 +68,7 @@ class SlotContrastModelConfig(BuiltModelConfig):
     backbone_size: tuple[OffCount, OffCount, OffCount] = setting(
         (0, 0, 0), "Blocks, attention heads and channels of the backbone; 0: from its name"
     )
-    patch: PositiveCount = setting(8, "Side of a patch in pixels for filters; DINOv2 has 14")
+    patch: PositiveCount = setting(8, "Side of a patch in pixels, for filters; DINOv2 uses 14")
     slots: PositiveCount = setting(11, "Number of slots: objects that can be separated, background included")
     slot_dim: PositiveCount = setting(64, "Channels of a slot")
     iterations: PositiveCount = setting(2, "Slot-attention iterations per frame, one more in the first frame")
@@ -185,7 +185,7 @@ class DVaeModelConfig(BuiltModelConfig):
 
     vocabulary: PositiveCount = setting(4096, "Vocabulary size of the discrete VAE")
     hard: bool = setting(
-        False, "Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's"
+        False, "Straight-through: the VAE's decoder sees one token per position; gradients follow the soft mixture"
     )
     tau: tuple[Positive, Positive, PositiveCount] = setting(
         (1.0, 0.1, 30_000), "Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them"

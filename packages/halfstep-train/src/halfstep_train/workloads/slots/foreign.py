@@ -256,7 +256,7 @@ def _translate_slots(read: ForeignReader) -> dict[str, Any]:
     if first != iterations + 1:
         raise ConfigError(
             f"{first} iterations in the first frame and {iterations} in the others",
-            why="the first frame takes one more, as in all published configs",
+            why="the first frame takes one more iteration, as in all published configs",
             fix=f"model.latent_processor.first_step_corrector_args.n_iters: {iterations + 1}",
         )
     if not read.section("model.predictor"):
