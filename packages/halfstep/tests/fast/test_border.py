@@ -105,7 +105,7 @@ def list_places(is_pure: bool) -> list[tuple[str, int]]:
     plain = RaiseAt()
     found, step = train("auto", is_pure=is_pure, plant=plain)
     assert have_same_bits(found, expected)
-    assert step.mode == "graph"
+    assert step.mode == "compile+graph, tuned"
     assert step._fast.state is fast.State.COMPILED
     assert len(plain.calls) > 30
     return sorted({(name, number) for name, count in plain.calls.items() for number in (1, count // 2 + 1)})

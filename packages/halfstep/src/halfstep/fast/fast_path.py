@@ -143,7 +143,8 @@ class Level:
     @property
     def mode(self) -> str:
         commits = all(graph.replay.commits for graph in self.graphs.values())
-        return ("graph" if self.compiler == "aten" else "compile+graph") + ("" if commits else ", commit eager")
+        tuned = ", tuned" if "tuned" in self.compiler else ""
+        return ("graph" if self.compiler == "aten" else f"compile+graph{tuned}") + ("" if commits else ", commit eager")
 
 
 @dataclass(kw_only=True)

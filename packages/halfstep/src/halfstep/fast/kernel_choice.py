@@ -54,11 +54,11 @@ def choose_kernels(module: GraphModule, device: torch.device) -> GraphModule:
         usual, *others = list_ways(node)
         if not others:
             return
-        arguments = tree_map(read_example, (node.args, node.kwargs))
-        key = f"{node.target} {tree_map(describe, arguments)}"
+        arguments, options = tree_map(read_example, (node.args, node.kwargs))
+        key = f"{node.target} {tree_map(describe, (arguments, options))}"
         if key not in chosen:
-            limit = WORTH * time_call(usual, *arguments, device)
-            times = {other: time_call(other, *arguments, device) for other in others}
+            limit = WORTH * time_call(usual, arguments, options, device)
+            times = {other: time_call(other, arguments, options, device) for other in others}
             best = min(others, key=times.__getitem__)
             chosen[key] = best if times[best] < limit else usual
         node.target = chosen[key]
@@ -106,7 +106,7 @@ def attend_by(kernel: SDPBackend) -> Run:
 def is_depthwise(node: Node) -> bool:
     """True for one filter per channel and stride 1, with an input that needs a gradient."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, weight = read_example(given["input"]), read_example(given["weight"])
     sizes = [given.get("padding", (0, 0)), given.get("dilation", (1, 1))]
     if given.get("stride", (1, 1)) != (1, 1) or not all(isinstance(one, tuple) for one in sizes) or x.ndim != 4:

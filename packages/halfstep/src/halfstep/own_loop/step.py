@@ -460,8 +460,8 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return how steps run now: "eager", "graph", "compile+graph", or "compile" with graph breaks. ", commit eager"
-        follows if graphs contain only forward and backward."""
+        """Return how steps run now: "eager", "graph", "compile+graph", or "compile" with graph breaks. ", tuned"
+        follows for tuned code, ", commit eager" if graphs contain only forward and backward."""
         return self._fast.mode
 
     @property
