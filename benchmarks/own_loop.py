@@ -10,13 +10,13 @@ Each model trains in bf16 with AdamW (fused) and clipping at 1.0; every step cop
     reduce-overhead    the same with mode="reduce-overhead"
     hs eager           hs.Step(..., fast="off")
     hs graph           hs.Step(..., fast="graph"): the whole step captured, with torch's kernels
-    hs cycled          the same with OneCycleLR, which cycles AdamW's betas: its fused kernel cannot be captured
     hs auto            hs.Step(..., fast=hs.Fast("auto", num_steps=100_000))
+    hs tuned           the same for 10,000,000 steps, which tunes the compiled step; only if asked for, like
+    max-autotune       the second row with mode="max-autotune"
 
 One process per model. They build and compile side by side; then one after the other has the device, and its variants
-take turns, window by window. `ms` is the median over the rounds, with the smallest and largest. `first_captured_s` is
-the time from the first call of a new step to its first replay, alone on the machine. `gb` is the memory that a variant
-reserved for model, optimizer and graphs, `peak_gb` the most it reserved while it compiled and chose.
+take turns, window by window. `ms` is the median over the rounds, with the smallest and largest. `gb` is the memory that
+a variant reserved for model, optimizer and graphs, `peak_gb` the most it reserved while it compiled and chose.
 """
 
 from __future__ import annotations
@@ -180,19 +180,19 @@ def make_plain(case: Callable[[], Built], mode: str | None) -> tuple[Train, Call
     return train, lambda: mode or "eager"
 
 
-def make_guarded(case: Callable[[], Built], fast: Any, *, is_cycled: bool = False) -> tuple[Train, Callable[[], str]]:
+def make_guarded(case: Callable[[], Built], fast: Any, num_steps: int = 100_000) -> tuple[Train, Callable[[], str]]:
     model, optimizer, loss_fn = build(case)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, 100_000) if is_cycled else None
-    captures = hs.Fast(fast, num_steps=100_000)
-    step = hs.Step(model, optimizer, "bf16", fast=captures, clip_norm=1.0, schedule=schedule)
+    step = hs.Step(model, optimizer, "bf16", fast=hs.Fast(fast, num_steps=num_steps), clip_norm=1.0)
     return (
         lambda batch: step(loss_fn, [batch]) and None,
         lambda: f"{step.mode} | {step._fast.reason or step.certificate}",
     )
 
 
-def build(case: Callable[[], Built]) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Batch], Tensor]]:
-    torch.manual_seed(0)
+def build(
+    case: Callable[[], Built], seed: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Batch], Tensor]]:
+    torch.manual_seed(seed)
     model, loss_fn, make_batch = case()
     make_batch(0)  # in the zoo it sets what a loop changes between two steps; here that stays as it is
     model.to(DEVICE).train()
@@ -208,9 +208,11 @@ VARIANTS: dict[str, Callable[[Callable[[], Built]], tuple[Train, Callable[[], st
     "reduce-overhead": lambda case: make_plain(case, "reduce-overhead"),
     "hs eager": lambda case: make_guarded(case, "off"),
     "hs graph": lambda case: make_guarded(case, "graph"),
-    "hs cycled": lambda case: make_guarded(case, "graph", is_cycled=True),
     "hs auto": lambda case: make_guarded(case, "auto"),
+    "hs tuned": lambda case: make_guarded(case, "auto", num_steps=10_000_000),
+    "max-autotune": lambda case: make_plain(case, "max-autotune"),
 }
+AWAITED = {"hs auto": "compile", "hs tuned": "tuned"}  # in the mode, once hs.Step has seen enough steps
 
 
 ZOO_VARIANTS = ("plain", "compiled", "reduce-overhead", "hs auto")
@@ -219,7 +221,7 @@ ZOO_VARIANTS = ("plain", "compiled", "reduce-overhead", "hs auto")
 # --- the process of one model ---
 
 
-def train_model(name: str, variants: list[str], rounds: int, *, window_s: float) -> None:
+def train_model(name: str, variants: list[str], rounds: int) -> None:
     case = find_case(name)
     torch.manual_seed(1)
     make_batch = case()[2]
@@ -239,8 +241,7 @@ def train_model(name: str, variants: list[str], rounds: int, *, window_s: float)
         try:
             train, describe = VARIANTS[variant](case)
             number = 0
-            # "hs auto" compiles once it has seen enough steps.
-            while number < WARMUP_STEPS or variant == "hs auto" and "compile" not in describe():
+            while number < WARMUP_STEPS or AWAITED.get(variant, "") not in describe():
                 run(train, number)
                 number += 1
                 if number > 400 or time.perf_counter() - began > MOST_WARMUP_S:
@@ -269,22 +270,12 @@ def train_model(name: str, variants: list[str], rounds: int, *, window_s: float)
                 run(train, number)
             torch.cuda.synchronize()
             seconds = (time.perf_counter() - began) / num
-            sizes[variant] = max(5, round(window_s / seconds))
+            sizes[variant] = max(5, round(WINDOW_S / seconds))
             if round_number:  # the first round sets the length of the windows
                 times[variant].append(seconds * 1e3)
     for variant, ms in times.items():
         spread = {"ms": statistics.median(ms), "ms_min": min(ms), "ms_max": max(ms)}
         found[variant] |= {**spread, "mode": describes[variant]()}
-    if "hs graph" in found:
-        torch._dynamo.reset()
-        began = time.perf_counter()
-        train, describe = VARIANTS["hs graph"](case)
-        for number in range(20):
-            run(train, number)
-            if describe().startswith("graph"):
-                torch.cuda.synchronize()
-                found["hs graph"]["first_captured_s"] = time.perf_counter() - began
-                break
     print(json.dumps(found), flush=True)
 
 
@@ -298,13 +289,12 @@ def main() -> None:
     parser.add_argument("--variants", help="loops, with commas")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=14, help="models that compile side by side")
-    parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds of a window")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--train", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    variants = (arguments.variants or ",".join(ZOO_VARIANTS if arguments.zoo else VARIANTS)).split(",")
+    variants = (arguments.variants or ",".join(ZOO_VARIANTS if arguments.zoo else list(VARIANTS)[:-2])).split(",")
     if arguments.train:
-        train_model(arguments.train, variants, arguments.rounds, window_s=arguments.window)
+        train_model(arguments.train, variants, arguments.rounds)
         return
     names = arguments.only.split(",") if arguments.only else TIER_B if arguments.zoo else list(CASES)
     found: dict[str, Any] = {}
@@ -314,7 +304,7 @@ def main() -> None:
 
 def time_models(names: list[str], variants: list[str], arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     """Let models compile side by side, and time one after the other."""
-    options = ["--variants", ",".join(variants), "--rounds", str(arguments.rounds), "--window", str(arguments.window)]
+    options = ["--variants", ",".join(variants), "--rounds", str(arguments.rounds)]
     processes = {
         name: subprocess.Popen(
             [sys.executable, __file__, "--train", name, *options],
@@ -350,9 +340,8 @@ def time_models(names: list[str], variants: list[str], arguments: argparse.Names
 def show(name: str, found: dict[str, Any]) -> None:
     for variant, one in found.items():
         if isinstance(one, dict) and "ms" in one:
-            captured = f", first captured {one['first_captured_s']:.1f} s" if "first_captured_s" in one else ""
             sizes = f"{one['gb']:6.2f} GB, at most {one['peak_gb']:.2f}"
-            print(f"{name:20s}{variant:16s}{one['ms']:9.3f} ms {sizes}{captured}  {one['mode']}", flush=True)
+            print(f"{name:20s}{variant:16s}{one['ms']:9.3f} ms {sizes}  {one['mode']}", flush=True)
         else:
             print(f"{name:20s}{variant:16s} {one}", flush=True)
 

@@ -299,17 +299,6 @@ def find_differences(one: Run, other: Run) -> dict[str, Any]:
     return {"is_equal": is_equal, "largest": largest, "first_step": first, "differing": where[:3]}
 
 
-def hide_folders(found: Any) -> Any:
-    """Return strings without the folders of this machine, also those in lists and dicts."""
-    if isinstance(found, dict):
-        return {key: hide_folders(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [hide_folders(value) for value in found]
-    if not isinstance(found, str):
-        return found
-    return re.sub(r"/[\w./+-]*/(?:site-packages|dist-packages|python3\.\d+)/", "", found.replace(f"{HERE.parent}/", ""))
-
-
 def shorten(text: str) -> str:
     return " ".join(text.split())[:400]
 
@@ -382,7 +371,7 @@ class Parent:
     def keep(self, name: str, way: str, found: dict[str, Any]) -> None:
         with self.lock:
             row = self.rows.setdefault(name, {"package": self.packages[name], "ways": {}})
-            found = hide_folders({key: value for key, value in found.items() if value not in ("", [], None)})
+            found = {key: value for key, value in found.items() if value not in ("", [], None)}
             row["ways"][way] = found
             detail = found.get("problem") or found.get("certificate", "")
             if way != "off" or found["verdict"] != "trained":
@@ -469,7 +458,9 @@ def merge(rows: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def store_rows(rows: dict[str, Any], folder: str | None, facts: dict[str, Any]) -> None:
     path = Path(folder) / "zoo.json" if folder else RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": "zoo", **facts, "models": rows}, indent=1) + "\n")
+    text = json.dumps({"benchmark": "zoo", **facts, "models": rows}, indent=1).replace(f"{HERE.parent}/", "")
+    # Errors name files of the machine.
+    path.write_text(re.sub(r"/[\w./+-]*/(?:site-packages|dist-packages|python3\.\d+)/", "", text) + "\n")
 
 
 def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -485,11 +476,6 @@ def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
         "command": "python benchmarks/zoo.py", "date": time.strftime("%Y-%m-%d"),
         "device": device_name(torch.device(arguments.device)), "steps": arguments.steps, "versions": versions,
     }  # fmt: skip
-
-
-def find_commit() -> str:
-    called = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return called.stdout.strip() or "unknown"
 
 
 # --- tables ---
@@ -585,12 +571,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one way of one model")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further model is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", help="the commit to name in the rows, where there is no git")
+    parser.add_argument("--commit", default="unknown", help="the commit to name in the rows")
     parser.add_argument("--out", help="folder for zoo.json, default benchmarks/results")
     parser.add_argument("--merge", nargs="+", type=Path, help="files with rows to add to the stored ones")
     parser.add_argument("--summary", action="store_true", help="print the tables of the stored rows")
     parser.add_argument("--write-docs", action="store_true", help="with --summary: put them into the docs")
-    parser.add_argument("--list", action="store_true", help="print the names of the models")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.ways = arguments.ways or ("graph" if arguments.tier == "A" else "graph,compile,auto")
@@ -628,14 +613,11 @@ def run_models(arguments: argparse.Namespace) -> None:
         sys.exit(f"unknown models: {', '.join(unknown)}")
     part, num_parts = map(int, arguments.part.split("/"))
     names = names[part - 1 :: num_parts]
-    if arguments.list:
-        print("\n".join(names))
-        return
     # The longest first, as far as is known, so that no worker is left with one at the end.
     names.sort(key=lambda name: -stored.get(name, {}).get("seconds", 15))
     ways = [way for way in arguments.ways.split(",") if way != "off"]
     began = time.monotonic()
-    machine, commit = describe_machine(arguments), arguments.commit or find_commit()
+    machine, commit = describe_machine(arguments), arguments.commit
     base = {} if arguments.device == "cpu" else stored
 
     def store(rows: dict[str, Any]) -> None:
