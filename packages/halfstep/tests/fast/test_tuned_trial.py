@@ -262,7 +262,7 @@ def test_a_bad_step_of_tuned_code_is_checked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_short_run_is_not_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(tuned_trial, "LIKELY_SAVING", 1e-9)
+    monkeypatch.setattr(tuned_trial, "MOST_COMPILING", 0.0)
     train(make_small())
     said = capsys.readouterr().err
     assert "compiled: " in said
