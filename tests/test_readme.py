@@ -70,31 +70,12 @@ def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
             assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), shown
 
 
-@pytest.mark.parametrize("source", ["wheel", "folder", "git", "unknown"])
-def test_an_installation_without_a_clone_names_a_command_that_works(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = tmp_path / "site" / f"halfstep-{__version__}.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: halfstep\nVersion: {__version__}\n")
-    wheel = tmp_path / "my wheels" / f"halfstep_check-{__version__}-py3-none-any.whl"
-    wheel.parent.mkdir()
-    wheel.write_bytes(b"")
-    git = {"url": "https://example.org/halfstep.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}
-    of_wheel = {"url": wheel.with_name(f"halfstep-{__version__}-py3-none-any.whl").as_uri(), "archive_info": {}}
-    folder = {"url": (ROOT / LIBRARY).as_uri(), "dir_info": {}}
-    if source != "unknown":
-        origins = {"wheel": of_wheel, "folder": folder, "git": git}
-        (installed / "direct_url.json").write_text(json.dumps(origins[source]))
-    monkeypatch.syspath_prepend(installed.parent)
-    monkeypatch.setattr("halfstep.errors.__file__", str(installed.parent / "halfstep" / "errors.py"))
-    expected = {
-        "wheel": f"pip install '{wheel}'",
-        "folder": f"pip install {ROOT / CHECK}",
-        "git": "pip install 'git+https://example.org/halfstep.git@abc123#subdirectory=packages/halfstep-check'",
-        "unknown": f"pip install --find-links DIR halfstep-check=={__version__}, where DIR has {wheel.name}",
-    }
-    assert suggest_own_install("halfstep-check") == expected[source]
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert suggest_own_install("halfstep-check") == f"pip install -e {ROOT / CHECK}"
+    monkeypatch.setattr("halfstep.errors.__file__", "/usr/lib/site/halfstep/errors.py")
+    said = suggest_own_install("halfstep-check")
+    assert said.startswith(f"pip install --find-links DIR halfstep-check=={__version__}, ")
+    assert 'pip install "git+URL#subdirectory=packages/halfstep-check"' in said
 
 
 def test_errors_ask_for_the_packages_of_the_extras() -> None:

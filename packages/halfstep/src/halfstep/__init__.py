@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -39,12 +38,6 @@ _PUBLIC = {
     "train": "halfstep_train.api",
 }
 
-_APPLICATION = frozenset(
-    {"api", "bench", "cli", "config", "data", "exercises", "guide", "kernels", "models", "report", "run", "tune",
-     "use", "workloads"}
-)  # fmt: skip
-"""Modules of the application that custom workloads import."""
-
 
 def _has_application() -> bool:
     return importlib.util.find_spec("halfstep_train") is not None
@@ -54,35 +47,9 @@ def _has_application() -> bool:
 __all__ = ["__version__", "integrations", *sorted(name for name in _PUBLIC if name != "train" or _has_application())]
 
 
-class _OtherPackage:
-    """Asked last by Python's import, where no module was found: names the package that has it."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        package, _, inner = name.partition(".")
-        if package == "halfstep" and (inner in _APPLICATION or inner == "train"):
-            from halfstep.errors import MovedModule
-
-            # Named as the new module: an error with the old name is hidden by `from halfstep import workloads`.
-            raise MovedModule(_explain_other_package(inner), name=f"halfstep_train.{inner}")
-
-
-def _explain_other_package(name: str) -> str:
-    from halfstep.errors import suggest_own_install
-
-    new = "api.train" if name == "train" else name
-    text = f"halfstep.{name} is halfstep_train.{new}, in the package halfstep-train"
-    return text if _has_application() else f"{text}, which is not installed: {suggest_own_install('halfstep-train')}"
-
-
-sys.meta_path.append(_OtherPackage)
-
-
 def __getattr__(name: str) -> Any:
     if name == "integrations":
         return importlib.import_module("halfstep.integrations")
-    if name in _APPLICATION or (name == "train" and not _has_application()):
-        raise AttributeError(_explain_other_package(name))
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
     if name == "train":

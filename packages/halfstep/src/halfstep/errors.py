@@ -196,40 +196,17 @@ def suggest_install(*packages: str) -> str:
 
 
 def suggest_own_install(name: str) -> str:
-    """Return the command that installs another package of halfstep, from where this one was installed."""
+    """Return the command that installs another package of halfstep: from the clone that this one is in, or from
+    elsewhere."""
     folder = Path(__file__).resolve().parents[3] / name
     if (folder / "pyproject.toml").exists():
         return shlex.join(["pip", "install", "-e", str(folder)])
-    # Imported here: they would double the time of `import halfstep.errors`, and few need them.
-    import json
-    from importlib import metadata
-    from urllib.parse import unquote, urlsplit
-
-    file = f"{name.replace('-', '_')}-{__version__}-py3-none-any.whl"
-    try:
-        recorded = metadata.distribution("halfstep").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        recorded = None
-    # What pip installed this package from: a git URL, or a wheel or a folder, next to which the other package is.
-    origin = json.loads(recorded or "{}")
-    url = origin.get("url", "")
-    if "vcs_info" in origin:
-        source = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}#subdirectory=packages/{name}"
-        return shlex.join(["pip", "install", source])
-    if url.startswith("file:"):
-        path = Path(unquote(urlsplit(url).path))
-        for found in (path.with_name(file), path.with_name(name)):
-            if found.is_file() or (found / "pyproject.toml").is_file():
-                return shlex.join(["pip", "install", str(found)])
-    return f"pip install --find-links DIR {name}=={__version__}, where DIR has {file}"
+    wheels, repository = f"pip install --find-links DIR {name}=={__version__}", f"git+URL#subdirectory=packages/{name}"
+    return f'{wheels}, where DIR has the wheels of halfstep; or pip install "{repository}" with its URL'
 
 
 class InstallError(ImportError):
     """A package is missing, or has another version than this one; the message has the command that installs it."""
-
-
-class MovedModule(ModuleNotFoundError):
-    """A module of halfstep-train that was imported from halfstep; `name` is the one to import."""
 
 
 @contextmanager

@@ -81,23 +81,12 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
     optimizers = [one for one in several if isinstance(one, Optimizer)]
     if isinstance(model, nn.Module) and optimizers and len(optimizers) == len(several):
         return model, optimizers
-    fix = "hs.Step(model, torch.optim.AdamW(model.parameters()))"
-    if isinstance(model, (list, tuple)):
-        fix = "several modules in one: hs.Step(torch.nn.ModuleList([a, b]), optimizer)"
-    elif isinstance(model, Tensor):
-        fix = (
-            "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
-        )
-    elif not isinstance(model, nn.Module) and isinstance(inner := getattr(model, "model", None), nn.Module):
-        fix = f"a trainer runs its own loop: pass its {type(inner).__name__} to hs.Step, and write the loop"
-    elif isinstance(getattr(given, "optimizer", None), Optimizer):
-        fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
-        fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
     found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
         f"a step takes a model and its optimizer, or a list of them, not {found}",
         why="it steps the optimizer itself, after checking that the step is good",
-        fix=fix,
+        fix="hs.Step(model, torch.optim.AdamW(model.parameters())): several modules as torch.nn.ModuleList([a, b]), a "
+        "tensor as torch.nn.ParameterList([x]); of a trainer or a wrapper, the model and the optimizer inside it",
     )
 
 
