@@ -71,11 +71,15 @@ def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> N
         with open_atomic_file(path, follows_links=follows_links) as hidden:
             hidden.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror}",
-            why="nothing was overwritten",
-            fix="free some space or fix the folder's permissions, then run the same command again",
-        ) from error
+        raise explain_unwritten(path, error.strerror) from error
+
+
+def explain_unwritten(path: Path, problem: str | None) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path}: {problem}",
+        why="nothing was overwritten, and nothing incomplete will be loaded",
+        fix="free some space, or choose a folder that you can write to, for several ranks on a disk that all share",
+    )
 
 
 @contextmanager

@@ -260,7 +260,7 @@ def test_tied_weights_and_several_models_and_steps_are_stored_together(tmp_path:
     assert torch.equal(others[0][0].weight, models[0][0].weight)  # type: ignore[index]
     assert others[0][0].weight is others[0][1].weight  # type: ignore[index]
     assert [one.attempted for one in their_steps] == [1, 1]
-    with pytest.raises(CheckpointError, match="contains the state of 2 steps, but 1 were given"):
+    with pytest.raises(CheckpointError, match="and 2 steps, but hs.load was given .* and 1 step"):
         hs.load(tmp_path / "state", their_steps[0], others)
 
 
@@ -361,12 +361,14 @@ def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None
 def test_a_list_of_models_and_one_model_are_distinguished(tmp_path: Path, stored: Path) -> None:
     model, step = make()
     for models, text in (([model], "a list of 1 model"), ([model, nn.Linear(2, 2)], "a list of 2 models")):
-        with pytest.raises(CheckpointError, match=f"contains one model, but hs.load was given {text}"):
+        with pytest.raises(CheckpointError, match=f"contains one model and 1 step, but hs.load was given {text}"):
             hs.load(stored, step, models)
     hs.save(tmp_path / "list", step, [model, nn.Linear(2, 2)])
-    with pytest.raises(CheckpointError, match="contains a list of 2 models, but hs.load was given one model") as caught:
+    with pytest.raises(
+        CheckpointError, match="contains a list of 2 models and 1 step, but hs.load .* one model"
+    ) as caught:
         hs.load(tmp_path / "list", step, model)
-    assert "the same models as hs.save, in the same order" in caught.value.fix
+    assert "the same steps and models as hs.save, in the same order" in caught.value.fix
 
 
 def test_parameters_in_another_order_are_refused_by_name(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from halfstep import __version__
-from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal, write_atomically
+from halfstep.disk import explain_unwritten, flush, name_hidden, read_sealed, remove_leftovers, seal, write_atomically
 from halfstep.distributed.sharding import get_local
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
@@ -189,7 +189,7 @@ class BackgroundSave:
         except Exception as error:
             problem = summarise_error(error)
         if problem:
-            self._error = mark_agreed(_explain_unwritten(self.folder, problem))
+            self._error = mark_agreed(explain_unwritten(self.folder, problem))
 
     def _write_and_report(self, staged: dict[str, Tensor], document: str) -> str:
         """Write this rank's file and post its size, checksum and tensors that are not sharded, or why it failed."""
@@ -259,13 +259,13 @@ def start_save(path: Path, state: Any, world: World, *, step: int) -> Background
 
     def make_folder() -> Path:
         if path.is_file():
-            raise _explain_unwritten(path, "it is a file, and a sharded model is saved as a folder")
+            raise explain_unwritten(path, "it is a file, and a sharded model is saved as a folder")
         remove_leftovers(path)
         try:
             folder = (path if path.is_dir() else name_hidden(path)) / f"step-{step:08d}-{secrets.token_hex(4)}"
             folder.mkdir(parents=True)
         except OSError as error:
-            raise _explain_unwritten(path, summarise_error(error)) from error
+            raise explain_unwritten(path, summarise_error(error)) from error
         return folder
 
     def publish(folder: Path) -> None:
@@ -304,14 +304,6 @@ def _list_ranks(mesh: DeviceMesh | None) -> Any:
 
 def name_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write the sharded checkpoint {folder}: {problem}",
-        why="it is incomplete and will not be loaded; earlier saves are intact",
-        fix="free some space, or choose a folder on a disk that all ranks share and can write to",
-    )
 
 
 # --- loading ---

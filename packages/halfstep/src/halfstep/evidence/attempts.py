@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.errors import CheckpointError, HalfstepError, suggest_nearest
+from halfstep.errors import CheckpointError, HalfstepError, suggest_nearest, summarise_error
 from halfstep.evidence.capsule import Capsule, collect_state
 from halfstep.evidence.ranges import Operation, RangeTrace, has_fractions
 from halfstep.evidence.recorder import find_non_finite
@@ -208,9 +208,8 @@ def attempt(
     except HalfstepError:
         raise
     except Exception as error:  # from the model or torch: an operation that rejects a format raises here
-        line = (str(error).strip().splitlines() or [""])[0]
         origin = trace.find_raising(error) if trace is not None else None
-        return Attempt(name=name, error=f"{type(error).__name__}: {line}", trace=trace, origin=origin)
+        return Attempt(name=name, error=f"{type(error).__name__}: {summarise_error(error)}", trace=trace, origin=origin)
     finally:
         subject.restore_state()
         subject.apply_plan(subject.plan)

@@ -224,8 +224,8 @@ FORMATS = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
 }
 HALF = ("bf16", "fp16")
 TORCHS_OWN = {"aten", "prim", "prims", "profiler", "inductor", "rngprims", "debugprims", "_c10d_functional", "c10d"}
@@ -274,8 +274,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 
 def name_format(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype, such as `bf16`."""
-    return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
+    """Return the short name of a dtype, such as `bf16`; `fp8` for both of its formats."""
+    return FORMATS.get(dtype, str(dtype)).removeprefix("torch.").partition("_e")[0]
 
 
 def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

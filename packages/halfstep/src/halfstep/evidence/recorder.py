@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError, suggest_command
+from halfstep.errors import HalfstepError, suggest_command, summarise_error
 from halfstep.evidence import capsule
 from halfstep.evidence.ranges import has_fractions
 from halfstep.evidence.updates import record_update
@@ -134,12 +134,11 @@ class Recorder:
         """Write a capsule of a step that raised. It was undone: weights and generators are those it began with."""
         if isinstance(error, (HalfstepError, torch.OutOfMemoryError)):  # their messages state the cause
             return
-        line = (str(error).strip().splitlines() or [""])[0]
         reading = Reading(attempted=self.step.attempted, loss=float("nan"), grad_norm=float("nan"), is_bad=True,
                           is_spike=False, is_empty=False, is_ruined=False, scale=float(self.step.scaler.value),
                           committed=int(self.step.committed), lr=float("nan"))  # fmt: skip
         self._write("exception", reading, "", window=window, rng=read_rng_state(self.step.device),
-                    reason=f"{type(error).__name__}: {line}")  # fmt: skip
+                    reason=f"{type(error).__name__}: {summarise_error(error)}")  # fmt: skip
 
     def _find_fault(self, reading: Reading) -> tuple[str, Reading, str]:
         """Return the first phase at fault, its reading, and the kind of fault; empty for a good step or a routine

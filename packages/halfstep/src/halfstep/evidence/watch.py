@@ -42,6 +42,7 @@ from halfstep.evidence.forecast import (
     to_logit,
 )
 from halfstep.evidence.module_hooks import ACTIVATION, GRADIENT, INPUT, LOGITS, ModuleHooks, list_batch_norms
+from halfstep.evidence.observer import FORMATS
 from halfstep.evidence.precision_ledger import undo_after, watch_step
 from halfstep.formats import FP8_E4M3, FP16, Format, find_format
 from halfstep.precision.plan import ROOT, align_columns
@@ -68,10 +69,6 @@ NEARLY = 1.05
 MOST_SHOWN = 40  # rows of the table
 WEIGHT, WEIGHT_GRADIENT, UPDATE = "weight", "weight gradient", "update"
 VARIANCE, SCALE = "variance", "loss scale"
-NAMES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2",
-}  # fmt: skip
 Key = tuple[str, str]
 """Module and kind."""
 Series = tuple[list[float], list[float]]
@@ -311,7 +308,7 @@ class Watch:
             return
         # Hooks run inside autocast, which would copy each half tensor to fp32 before it is measured.
         with self._survive_lack_of_memory(), torch.autocast(tensor.device.type, enabled=False):
-            self._open.formats[row] = NAMES.get(dtype, "fp32")
+            self._open.formats[row] = FORMATS.get(dtype, "fp32")
             if kind == LOGITS:
                 self._open.measures.add_value(row, tensor)
             else:
@@ -340,7 +337,7 @@ class Watch:
 
     def _find_compute(self, name: str, parameter: Tensor) -> str:
         """Return the narrower of the formats in which a module keeps and multiplies its weights."""
-        stored, computed = NAMES.get(parameter.dtype, "fp32"), self._computes.get(name, "fp32")
+        stored, computed = FORMATS.get(parameter.dtype, "fp32"), self._computes.get(name, "fp32")
         # fp8 scales each operand to its range, so that only bf16, in which it sums, can overflow.
         computed = {"fp8": "bf16", "tf32": "fp32"}.get(computed, computed)
         return min(stored, computed, key=lambda own: find_format(own).largest)
@@ -350,7 +347,7 @@ class Watch:
         for optimizer in self.step.optimizers:
             if isinstance(optimizer, AdamWBf16 | AdamW8bit) and getattr(optimizer, "rounding", "") != "nearest":
                 return "fp32"
-        return NAMES.get(parameter.dtype, "fp32")
+        return FORMATS.get(parameter.dtype, "fp32")
 
     # --- on the host ---
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import CheckpointError
-from halfstep.hardware.device_facts import Hardware
+from halfstep.hardware.device_facts import Hardware, Measurement
 
 VERSION = 4
 """Increased when the measurements or their notes change: older files are then ignored."""
@@ -31,16 +31,15 @@ def measure_once(
 ) -> Hardware:
     """Return the stored measurement of this device, or measure and store it; `fresh` always measures."""
     path = directory / make_cache_key(hardware)
-    stored = None
-    if not fresh:
-        # A damaged file counts as none.
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            stored = Hardware.from_dict(read_json(path))
-    if stored is not None:
-        # With the current free memory, device index and table facts.
-        notes = tuple(dict.fromkeys((*hardware.notes, *stored.notes)))
-        speeds: dict[str, Any] = {"measurements": stored.measurements, "bandwidth_gb_s": stored.bandwidth_gb_s}
-        return dataclasses.replace(hardware, source=stored.source, notes=notes, **speeds)
+    # A damaged file counts as none.
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        if not fresh:
+            stored = read_json(path)
+            # With the current free memory, device index and table facts.
+            notes = tuple(dict.fromkeys((*hardware.notes, *stored["notes"])))
+            speeds = {"bandwidth_gb_s": stored["bandwidth_gb_s"]}
+            speeds["measurements"] = tuple(Measurement(**m) for m in stored["measurements"])
+            return dataclasses.replace(hardware, source="measured", notes=notes, **speeds)
     result = measure(hardware)
     # A device that others use was not measured: store nothing, so that the next call tries again.
     problem = write_json(path, result.to_dict()) if result.source == "measured" else ""

@@ -89,27 +89,7 @@ class Hardware:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types; `from_dict` reads them back."""
+        """Return what JSON can hold."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return values | {
-            "capability": list(self.capability) if self.capability else None,
-            "support": dict(self.support),
-            "published_tflops": dict(self.published_tflops),
-            "measurements": [dataclasses.asdict(m) for m in self.measurements],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
-        """Read what `to_dict` wrote; raise LookupError, TypeError or ValueError on anything else."""
-        capability = values["capability"]
-        return cls(
-            **{
-                **values,
-                "capability": (int(capability[0]), int(capability[1])) if capability else None,
-                "support": MappingProxyType(dict(values["support"])),
-                "published_tflops": MappingProxyType(dict(values["published_tflops"])),
-                "measurements": tuple(Measurement(**m) for m in values["measurements"]),
-                "notes": tuple(values["notes"]),
-            }
-        )
+        tables = {"support": dict(self.support), "published_tflops": dict(self.published_tflops)}
+        return {**values, **tables, "measurements": [dataclasses.asdict(m) for m in self.measurements]}

@@ -206,6 +206,7 @@ def _describe_cuda(index: int) -> Accelerator:
     # torch calls AMD GPUs cuda as well; torch.version.hip tells them apart.
     properties = torch.cuda.get_device_properties(index)
     is_rocm = torch.version.hip is not None
+    version = ask_nvml(torch.device("cuda", index), lambda nvml, handle: str(nvml.nvmlSystemGetDriverVersion()))
     return Accelerator(
         kind="rocm" if is_rocm else "cuda",
         device=f"cuda:{index}",
@@ -214,7 +215,7 @@ def _describe_cuda(index: int) -> Accelerator:
         architecture=properties.gcnArchName if is_rocm else f"sm_{properties.major}{properties.minor}",
         memory_total_bytes=properties.total_memory,
         uuid=str(getattr(properties, "uuid", "")),
-        driver=f"ROCm {torch.version.hip}" if is_rocm else _read_nvidia_driver(index),
+        driver=f"ROCm {torch.version.hip}" if is_rocm else f"NVIDIA {version or 'driver of unknown version'}",
     )
 
 
@@ -242,13 +243,6 @@ def _describe_mps() -> Accelerator:
         memory_total_bytes=torch.mps.recommended_max_memory(),
         driver=f"macOS {platform.mac_ver()[0]}",
     )
-
-
-def _read_nvidia_driver(index: int) -> str:
-    import torch
-
-    version = ask_nvml(torch.device("cuda", index), lambda nvml, handle: str(nvml.nvmlSystemGetDriverVersion()))
-    return f"NVIDIA {version or 'driver of unknown version'}"
 
 
 def _read_utilisation(device: str) -> int:

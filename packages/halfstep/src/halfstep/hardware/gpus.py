@@ -165,15 +165,10 @@ def look_up_gpu(name: str) -> Hardware:
 
 
 def _make_unknown_gpu(name: str) -> HardwareError:
-    everything = "all known names: halfstep detect list"
-    if rows := _find_rows(split_words(name)):
-        return HardwareError(
-            f"{name!r} matches {len(rows)} GPUs",
-            fix=f"name one of {', '.join(gpu.name for gpu in rows[:6])}; {everything}",
-        )
-    return HardwareError(
-        f"unknown GPU {name!r}", fix=f"nearest known names: {', '.join(find_nearest_names(name))}; {everything}"
-    )
+    matching = [gpu.name for gpu in _find_rows(split_words(name))]
+    what = f"{name!r} matches {len(matching)} GPUs" if matching else f"unknown GPU {name!r}"
+    names = ", ".join(matching[:6] or find_nearest_names(name))
+    return HardwareError(what, fix=f"nearest known names: {names}; all known names: halfstep detect list")
 
 
 def find_nearest_names(name: str, *, count: int = 5) -> list[str]:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import format_bytes
-from halfstep.hardware.nvml import ask_nvml
 
 PROCESS_MEMORY = Path("/proc/self/status")
 MACHINE_MEMORY = Path("/proc/meminfo")
@@ -78,19 +77,8 @@ def _describe_cuda_memory(device: torch.device) -> list[str]:
         f"total on {torch.cuda.get_device_name(device)}: {format_bytes(total)}, free: {format_bytes(free)}",
         f"in torch's tensors: {format_bytes(allocated)}, at most {format_bytes(peak)}",
         f"reserved by torch and empty: {format_bytes(reserved - allocated)}",
-        f"everything else (CUDA context, other processes): {format_bytes(others)}"
-        f"{_describe_biggest_process(others, device)}",
+        f"everything else (CUDA context, other processes): {format_bytes(others)}",
     ]
-
-
-def _describe_biggest_process(others_bytes: int, device: torch.device) -> str:
-    """Return `, of it process 4242: 8.1 GB`; empty if there is none or NVML does not report it."""
-    processes = ask_nvml(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    # The size is None if the driver hides it. Our own process may have another id in a container: its size exceeds
-    # `others_bytes`, so it is skipped.
-    sizes = [(p.usedGpuMemory or 0, p.pid) for p in processes if p.pid != os.getpid()]
-    size, pid = max([s for s in sizes if s[0] <= others_bytes], default=(0, 0))
-    return f", of it process {pid}: {format_bytes(size)}" if size else ""
 
 
 def _count_idle_graph_bytes(device: torch.device) -> int:

@@ -112,15 +112,9 @@ def check_number(name: str, value: object, *, below: float = math.inf) -> float:
     return float(value)
 
 
-COUNTS = {
-    "accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8",
-    "watch": "200, or leave it out",
-}  # fmt: skip
-
-
 def check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not an integer of at least 1", fix=f"{name}={COUNTS[name]}")
+        raise ConfigError(f"{name}={value!r} is not an integer of at least 1", fix=f"{name}=1 or more, or leave it out")
     return int(value)
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import read_sealed, refuse_special_file
+from halfstep.disk import explain_unwritten, read_sealed, refuse_special_file
 from halfstep.distributed.sharding import find_sharding, is_dtensor
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
@@ -83,7 +83,7 @@ def _save_file(path: Path, state: Mapping[str, Any]) -> None:
     try:
         write_file(Path(os.path.realpath(path)), document, stored)
     except OSError as error:
-        raise _explain_unwritten(path, error) from error
+        raise explain_unwritten(path, summarise_error(error)) from error
 
 
 def load(
@@ -103,19 +103,14 @@ def load(
         state = _read_shards(path, steps, model, reshard=reshard)
     else:
         state = _read(path)
-    if num_models != state["num_models"]:
+    found, given = (state["num_models"], len(state["steps"])), (num_models, len(steps))
+    if found != given:
         raise CheckpointError(
-            f"{path} contains {_describe_number(state['num_models'])}, but hs.load was given "
-            f"{_describe_number(num_models)}",
-            why="the weights are stored by their position in the list, or without a list by their names alone",
-            fix="hs.load(path, step, ...) with the same models as hs.save, in the same order",
+            f"{path} contains {_describe_numbers(*found)}, but hs.load was given {_describe_numbers(*given)}",
+            why="weights and steps are stored by their position in the list, or without a list by their names alone",
+            fix="hs.load(path, step, ...) with the same steps and models as hs.save, in the same order",
         )
     _refuse_different_model(path, model, state["model"])
-    if len(steps) != len(state["steps"]):
-        raise CheckpointError(
-            f"{path} contains the state of {format_count(len(state['steps']), 'step')}, but {len(steps)} were given",
-            fix="pass the same steps as to hs.save, in the same order",
-        )
     for one, its_state in zip(steps, state["steps"], strict=True):
         one.refuse_unfit(its_state)
     if resized := resize_buffers(model, state["model"]):
@@ -171,20 +166,12 @@ def save_weights(path: str | os.PathLike[str], model: nn.Module, /, *, dtype: to
         try:
             write_tensors(path, converted)
         except OSError as cause:
-            error = _explain_unwritten(path, cause)
+            error = explain_unwritten(path, summarise_error(cause))
     for name in list(left):  # on other ranks all of them, on rank 0 those after a failed write: every rank gathers
         gather(name)
     found = [error] if world is None else world.gather(error)
     if found[0] is not None:
         raise found[0]
-
-
-def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write {path}: {summarise_error(error)}",
-        why="nothing was overwritten: the previous file is intact",
-        fix="free some space, or choose a folder that you can write to",
-    )
 
 
 # --- arguments ---
@@ -238,8 +225,9 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             )
 
 
-def _describe_number(num_models: int | None) -> str:
-    return "one model" if num_models is None else f"a list of {format_count(num_models, 'model')}"
+def _describe_numbers(num_models: int | None, num_steps: int) -> str:
+    models = "one model" if num_models is None else f"a list of {format_count(num_models, 'model')}"
+    return f"{models} and {format_count(num_steps, 'step')}"
 
 
 # --- the folder of a sharded model ---
@@ -279,11 +267,7 @@ def _read(path: Path) -> dict[str, Any]:
             document = (file.metadata() or {}).get(DOCUMENT)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
         if document is None:
-            raise CheckpointError(
-                f"{path} contains tensors without the state of a loop",
-                why="hs.save did not write it",
-                fix="read it with safetensors.torch.load_file, and pass the result to model.load_state_dict",
-            )
+            raise ValueError("it contains tensors without the state of a loop")
         found = read_sealed(document)
         if (layout := found["layout"]) != LAYOUT_VERSION:
             raise CheckpointError(
@@ -305,7 +289,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read: {summarise_error(error)}",
             why="hs.save did not write it, or it was edited, or the disk or a copy damaged it",
-            fix="load an older file, or copy it again; torch.load reads what torch.save wrote",
+            fix="load an older file, or copy it again; torch.load reads what torch.save wrote, and "
+            "safetensors.torch.load_file weights without the state of a loop",
         ) from error
     return state
 

@@ -78,15 +78,12 @@ def gather(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    _spread(flat, view_all_flat(tensors))
+    views = view_all_flat(tensors)
+    _copy_all(views, flat.split([view.numel() for view in views]), list(map(_is_line, views)))
 
 
 def _join(views: Sequence[Tensor]) -> Tensor:
     return torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
-
-
-def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
-    _copy_all(views, flat.split([view.numel() for view in views]), list(map(_is_line, views)))
 
 
 def _copy_all(views: Sequence[Tensor], pieces: Sequence[Tensor], are_lines: Sequence[bool]) -> None:

@@ -59,13 +59,11 @@ class GuardOptions:
     floor_patience: int = 10  # overflows in a row at the smallest loss scale that end an fp16 run
 
     def __post_init__(self) -> None:
-        if self.on_fault not in ("stop", "rollback"):
-            raise ConfigError(f"unknown guard.on_fault {self.on_fault!r}", fix="use stop or rollback")
-        if self.max_consecutive < 1 or self.floor_patience < 1 or not 0 < self.lr_cut <= 1:
+        has_counts = self.max_consecutive >= 1 and self.floor_patience >= 1
+        if self.on_fault not in ("stop", "rollback") or not has_counts or not 0 < self.lr_cut <= 1:
             raise ConfigError(
-                f"guard cannot work with max_consecutive={self.max_consecutive}, "
-                f"floor_patience={self.floor_patience}, lr_cut={self.lr_cut}",
-                fix="use counts of at least 1, and 0 < lr_cut <= 1",
+                f"the guard cannot work with these settings: {self}",
+                fix="on_fault: stop or rollback, counts of at least 1, and 0 < lr_cut <= 1",
             )
 
 

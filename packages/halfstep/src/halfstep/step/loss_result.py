@@ -24,7 +24,9 @@ def split_result(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, 
         refuse_unfit_loss(result[0])
         return result[0], _check_weight(result[1])
     refuse_unfit_loss(result)
-    return result, _count_samples(batch, is_alone=is_alone)
+    array = find_first_array(batch)
+    has_rows = array is not None and array.ndim
+    return result, 1 if is_alone and not has_rows else count_samples(batch)  # alone in its window any weight will do
 
 
 def _check_weight(weight: Any) -> Weight:
@@ -44,10 +46,3 @@ def _check_weight(weight: Any) -> Weight:
         fix="return the loss alone (the sum of several) and keep other results in a variable; "
         "give a fractional weight as torch.tensor(w)",
     )
-
-
-def _count_samples(batch: Batch, *, is_alone: bool) -> int:
-    array = find_first_array(batch)
-    if array is not None and array.ndim:
-        return len(array)
-    return 1 if is_alone else count_samples(batch)  # alone in its window it counts whatever it weighs

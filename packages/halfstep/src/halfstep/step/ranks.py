@@ -339,22 +339,16 @@ def _refuse_unwrapped(
 def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequence[Tensor]) -> None:
     """Refuse models whose ranks could not decide together, or would train different values."""
     mesh, size = sharding.mesh, dist.get_world_size()
-    for name, parameter in model.named_parameters():
-        if is_dtensor(parameter) and parameter.device_mesh != mesh:  # type: ignore[attr-defined]
-            other = parameter.device_mesh  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"the model is sharded over several meshes: {sharding.describe()}, and {tuple(other.shape)} for {name}",
-                why="a gradient norm over both would count some gradients several times",
-                fix="give every fully_shard() the same mesh=",
-            )
-    sharded = [p for p in model.parameters() if is_dtensor(p)]
-    placements: Any = {p.placements for p in sharded}  # type: ignore[attr-defined]
-    is_data_parallel = mesh.ndim == 1 or mesh.ndim == 2 and all(found[0].is_replicate() for found in placements)
-    if mesh.size() != size or not is_data_parallel:
+    sharded: list[Any] = [p for p in model.parameters() if is_dtensor(p)]
+    has_others = any(p.device_mesh != mesh for p in sharded)
+    is_data_parallel = mesh.ndim == 1 or mesh.ndim == 2 and all(p.placements[0].is_replicate() for p in sharded)
+    if has_others or mesh.size() != size or not is_data_parallel:
+        over = f"{'several meshes, one' if has_others else 'a mesh'} of {sharding.describe()}"
         raise ConfigError(
-            f"the model is sharded over a mesh of {sharding.describe()}, but {size} ranks train it",
-            why="all ranks must accept or drop a step together; tensor and pipeline parallelism are not supported",
-            fix=f'one dimension, init_device_mesh(device, ({size},)), or replicas x shards: '
+            f"the model is sharded over {over}, but {size} ranks train it",
+            why="all ranks must accept or drop a step together, by one gradient norm; tensor and pipeline parallelism "
+            "are not supported",
+            fix=f'the same mesh= for every fully_shard(): init_device_mesh(device, ({size},)), or replicas x shards: '
             f'init_device_mesh(device, (2, {max(size // 2, 1)}), mesh_dim_names=("replicate", "shard"))',
         )  # fmt: skip
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,27 +76,18 @@ def check_parameters(parameters: list[Tensor]) -> list[Tensor]:
 def refuse_unfit_loss(loss: Any) -> None:
     """Refuse a loss that is not one real number with a gradient."""
     if not isinstance(loss, Tensor):
-        found = "None" if loss is None else f"a {type(loss).__name__}"
-        also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
-        if not also and isinstance(loss, (Mapping, list)):
-            several = "sum(losses.values())" if isinstance(loss, Mapping) else "sum(losses)"
-            also = f"; of several losses: return {several}" if "loss" not in loss else "; return losses['loss']"
         raise ConfigError(
-            f"the loss is {found}, not a tensor",
+            f"the loss is {'None' if loss is None else f'a {type(loss).__name__}'}, not a tensor",
             why="the step takes the gradient of what the loss function returns",
-            fix=f"return loss, or (loss, weight); without .item() or float(){also}",
+            fix="return loss, or (loss, weight), without .item() or float(); of a model's output, "
+            "output.loss; of several losses, their sum",
         )
-    if loss.numel() != 1:
+    if loss.numel() != 1 or loss.is_complex():
+        kind = "complex" if loss.is_complex() else "real"
         raise ConfigError(
-            f"the loss has the shape {tuple(loss.shape)}",
-            why="the gradient needs a single number; a tuple must be (loss, weight)",
-            fix="return one number: loss.mean() or loss.sum()",
-        )
-    if loss.is_complex():
-        raise ConfigError(
-            "the loss is complex",
-            why="a complex number cannot be minimised",
-            fix="return loss.abs() or loss.real",
+            f"the loss is {kind} and has the shape {tuple(loss.shape)}",
+            why="the gradient needs a single real number; a tuple must be (loss, weight)",
+            fix="return one number: loss.mean() or loss.sum(); of a complex one, loss.abs()",
         )
     if not loss.requires_grad:
         raise ConfigError(

@@ -32,17 +32,12 @@ class ScalerOptions:
     min_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.growth_factor > 1 and 0 < self.backoff_factor < 1 and self.growth_interval >= 1):
+        moves = self.growth_factor > 1 and 0 < self.backoff_factor < 1 and self.growth_interval >= 1
+        if not moves or not 0 < self.min_scale <= self.init_scale:
             raise ConfigError(
-                f"loss scaling cannot work with growth_factor={self.growth_factor}, "
-                f"backoff_factor={self.backoff_factor}, growth_interval={self.growth_interval}",
-                why="the scale must rise after clean steps and fall on overflow",
-                fix="growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1",
-            )
-        if not 0 < self.min_scale <= self.init_scale:
-            raise ConfigError(
-                f"min_scale={self.min_scale} must be above 0 and not above init_scale={self.init_scale}",
-                fix="scaler: {min_scale: 1, init_scale: 65536}",
+                f"loss scaling cannot work with these settings: {self}",
+                why="the scale must rise after clean steps, and fall on overflow, but not below min_scale",
+                fix="growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, 0 < min_scale <= init_scale",
             )
 
 
@@ -54,16 +49,12 @@ class Scaler:
     ) -> None:
         self.enabled = enabled
         self.options = options or ScalerOptions()
-        self.first = self._choose_first(accumulate) if enabled else 1.0
+        # Usual loops divide the loss by `accumulate` before scaling, while a window here divides at its end. With a
+        # lower initial scale fp16 sees the same numbers, and as many first steps overflow.
+        power_of_two = 1 << (accumulate - 1).bit_length()
+        self.first = max(self.options.init_scale / power_of_two, self.options.min_scale) if enabled else 1.0
         self.value = torch.full((), self.first, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-
-    def _choose_first(self, accumulate: int) -> float:
-        """Return the initial scale, lowered by `accumulate`: usual loops divide the loss by `accumulate` before
-        scaling, while a window here divides at its end. So fp16 sees the same numbers, and as many first steps
-        overflow."""
-        power_of_two = 1 << (accumulate - 1).bit_length()
-        return max(self.options.init_scale / power_of_two, self.options.min_scale)
 
     @property
     def low(self) -> float:
@@ -111,11 +102,6 @@ class Scaler:
                 f"the checkpoint was saved {made} loss scaling, but this step runs {here} it",
                 why="fp16 needs its scale, and other precisions have none",
                 fix="resume with the precision the run was started with",
-            )
-        if missing := [key for key in ("scale", "_growth_tracker") if state and key not in state]:
-            raise CheckpointError(
-                f"the stored loss scale lacks {', '.join(missing)}",
-                fix="pass the state of a halfstep or torch scaler",
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -204,11 +204,7 @@ class Rates(Tabulated):
         positions = [position for optimizer in cycled for position, _ in self._find_groups(optimizer)]
         self.momentum_rows = {position: len(groups) + row for row, position in enumerate(positions)}
         """The row of each group whose momentum is cycled, by the group's position."""
-        if len(schedules) - len(positions) not in (1, len(groups)):
-            raise ConfigError(
-                f"{len(schedules)} schedules for {len(groups)} parameter groups",
-                fix="give one schedule, or one for each group",
-            )
+        assert len(schedules) - len(positions) in (1, len(groups))
         each = list(schedules) * (len(groups) if len(schedules) == 1 else 1)
         rows = torch.tensor(base or [read_base_rate(group) for group in groups], dtype=dtype)
         super().__init__(each, device, chunk=chunk, dtype=dtype, base=rows)

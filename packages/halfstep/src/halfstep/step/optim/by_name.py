@@ -38,27 +38,19 @@ Options = Mapping[str, Any]
 
 
 def build_optimizer(name: str, groups: ParamGroups, *, lr: float, options: Options | None = None) -> Optimizer:
-    kind = cast("Callable[..., Optimizer]", _find_optimizer(name))
-    device_type = groups[0]["params"][0].device.type
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {name!r}", fix=suggest_nearest(name, OPTIMIZERS))
+    kind, device_type = cast("Callable[..., Optimizer]", OPTIMIZERS[name]), groups[0]["params"][0].device.type
+    has_fused = name in FUSED and device_type in FUSED_DEVICES.get(name, (device_type,))
+    # Capturable keeps step counters on the device; torch allows it on accelerators only.
+    has_capturable = name in CAPTURABLE and device_type in ("cuda", "xpu")
+    form = {"fused": True} if has_fused else {"capturable": True} if has_capturable else {}
     try:
-        return kind(groups, lr=lr, **_choose_fast_form(name, device_type), **dict(options or {}))
+        return kind(groups, lr=lr, **form, **dict(options or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer {name!r} cannot be built with lr={lr}, {dict(options or {})}", why=str(error)
         ) from error
-
-
-def _find_optimizer(name: str) -> type[Optimizer]:
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {name!r}", fix=suggest_nearest(name, OPTIMIZERS))
-    return OPTIMIZERS[name]
-
-
-def _choose_fast_form(name: str, device_type: str) -> dict[str, bool]:
-    if name in FUSED and device_type in FUSED_DEVICES.get(name, (device_type,)):
-        return {"fused": True}
-    # Capturable keeps step counters on the device; torch allows it on accelerators only.
-    return {"capturable": True} if name in CAPTURABLE and device_type in ("cuda", "xpu") else {}
 
 
 def make_parameter_groups(
