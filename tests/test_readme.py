@@ -18,7 +18,7 @@ from typer.main import get_command
 from doc_pages import PAGES, ROOT, shell_lines
 from halfstep import __version__
 from halfstep.errors import OPTIONAL, suggest_install, suggest_own_install
-from halfstep.step.torch_version import NEWEST_TESTED
+from halfstep.step.user_warnings import NEWEST_TESTED
 from halfstep_train.cli.main import build_app
 from rule_pages import pages
 

@@ -18,13 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import halfstep as hs
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import PlanRow
-from halfstep.step import torch_version
+from halfstep.step import user_warnings
 from halfstep.step.ema import Ema
 from halfstep.step.flat import Snapshot, became_non_finite
 from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import GuardedStep
-from halfstep.step.torch_version import NEWEST_TESTED, report_untested_torch
+from halfstep.step.user_warnings import NEWEST_TESTED, report_untested_torch
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
 
@@ -533,7 +533,7 @@ def test_models_spread_over_devices_are_refused_by_name() -> None:
 @pytest.fixture
 def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The one line for the installed torch, if no version were tested."""
-    monkeypatch.setattr(torch_version, "NEWEST_TESTED", (1, 99))
+    monkeypatch.setattr(user_warnings, "NEWEST_TESTED", (1, 99))
     report_untested_torch.cache_clear()
     yield f"halfstep: torch {torch.__version__} is newer than 1.99, the newest version that halfstep was tested with\n"
     report_untested_torch.cache_clear()

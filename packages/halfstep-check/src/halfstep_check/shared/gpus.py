@@ -52,12 +52,6 @@ def list_amd_formats(gfx: str) -> Formats:
     return _make_formats(native="fp64 fp32 fp16", emulated="bf16")  # Vega, RDNA1, RDNA2: packed fp16 only
 
 
-def list_intel_formats(*, has_fp64: bool) -> Formats:
-    """Return formats of Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; only Xe-HPG lacks fp64 in
-    hardware."""
-    return _make_formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
-
-
 def list_apple_formats(name: str) -> Formats:
     """Return formats of Metal, which has no fp64; M1 and M2 GPUs compute bf16 as fp32 (seen in
     huggingface/transformers#40458)."""
@@ -74,7 +68,8 @@ def list_formats(kind: Kind, capability: tuple[int, int] | None, chip: str, *, h
     if capability is not None:
         return list_nvidia_formats(capability)
     if kind == "xpu":
-        return list_intel_formats(has_fp64=has_fp64)
+        # Xe-HPG, Xe2 and Xe-HPC have matrix engines (XMX) for both half formats; only Xe-HPG lacks fp64 in hardware.
+        return _make_formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
     return list_amd_formats(chip) if kind == "rocm" else list_apple_formats(chip) if kind == "mps" else TPU
 
 

@@ -34,14 +34,12 @@ def record_update(step: GuardedStep, model: nn.Module) -> dict[str, Any]:
         kind = type(optimizer)
         # With its module if replay cannot build it.
         name = kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
-        groups = [_collect_settings(group, optimizer, names) for group in make_groups_plain(optimizer.param_groups)]
+        groups = []
+        for group in make_groups_plain(optimizer.param_groups):
+            kept = {key: _to_plain(group[key]) for key in optimizer.defaults if key in group and key not in FORMS}
+            groups.append({**kept, "params": [names[id(p)] for p in group["params"] if id(p) in names]})
         optimizers.append({"name": name, "groups": groups})
     return {"clip": {"limit": step.clip.limit, "kind": step.clip.kind}, "optimizers": optimizers}
-
-
-def _collect_settings(group: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    kept = {key: _to_plain(group[key]) for key in optimizer.defaults if key in group and key not in FORMS}
-    return {**kept, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
 
 
 def _to_plain(value: Any) -> Any:

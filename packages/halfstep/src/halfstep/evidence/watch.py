@@ -652,8 +652,12 @@ class SentMeasures:
     @torch.no_grad()
     def __init__(self, packed: Tensor, num_rows: int, ranks: Ranks | None) -> None:
         self.num_rows = num_rows
-        if ranks is not None and ranks.size > 1:
-            packed = combine_ranks(packed, num_rows, ranks)
+        if ranks is not None and ranks.size > 1:  # sum the counts, and take the largest values
+            gathered = [torch.empty_like(packed) for _ in range(ranks.size)]
+            torch.distributed.all_gather(gathered, packed)
+            together, cut = torch.stack(gathered), num_rows * BINS
+            numbers = together[:, cut:].view(torch.float32).amax(0)
+            packed = torch.cat([together[:, :cut].sum(0, dtype=torch.int32), numbers.view(torch.int32)])
         self._host = start_copy_to_host(packed)
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
@@ -668,15 +672,6 @@ class SentMeasures:
         counts = self._host[:cut].view(self.num_rows, BINS).numpy()
         numbers = self._host[cut:].view(torch.float32)
         return counts, numbers[: self.num_rows].numpy(), numbers[self.num_rows :].tolist()
-
-
-def combine_ranks(packed: Tensor, num_rows: int, ranks: Ranks) -> Tensor:
-    """Sum the counts and take the largest values over all ranks, by one collective."""
-    gathered = [torch.empty_like(packed) for _ in range(ranks.size)]
-    torch.distributed.all_gather(gathered, packed)
-    together, cut = torch.stack(gathered), num_rows * BINS
-    numbers = together[:, cut:].view(torch.float32).amax(0)
-    return torch.cat([together[:, :cut].sum(0, dtype=torch.int32), numbers.view(torch.int32)])
 
 
 def make_plain(tensor: Tensor) -> Tensor:

@@ -39,11 +39,6 @@ SMALL_TURING = re.compile(r"\b(gtx 16\d\d|mx[45]50|t(400|500|550|600|1000|1200|2
 """Models with those chips, among them Quadro T1000 and T2000."""
 
 
-def has_tensor_cores(capability: tuple[int, int], name: str = "") -> bool:
-    """True from Volta on, except for Turing's small chips (TU116, TU117), which have none."""
-    return capability >= (7, 0) and not (capability == (7, 5) and SMALL_TURING.search(name.lower()))
-
-
 def list_amd_formats(gfx: str) -> Formats:
     """Return formats by LLVM target name (`gfx90a:sramecc+` and the like), from AMD's ISA guides."""
     target = gfx.split(":")[0]
@@ -92,5 +87,6 @@ def list_formats(kind: Kind, capability: tuple[int, int] | None, chip: str, *, h
 
 def has_matrix_units(kind: Kind, capability: tuple[int, int] | None, name: str, support: Formats) -> bool:
     if capability is not None:
-        return has_tensor_cores(capability, name)
+        # From Volta on, except for Turing's small chips (TU116, TU117).
+        return capability >= (7, 0) and not (capability == (7, 5) and SMALL_TURING.search(name.lower()))
     return kind != "mps" and support.get("bf16") == "native"

@@ -54,8 +54,7 @@ from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
-from halfstep.step.torch_version import report_untested_torch
-from halfstep.step.user_warnings import warn_user
+from halfstep.step.user_warnings import report_untested_torch, warn_user
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
@@ -216,7 +215,7 @@ class GuardedStep:
         self.writes.save(parameters)
         if self.norms is not None:
             self.norms.save()
-        self._clear_known_gradients(parameters)
+        self.clear_gradients()
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
             loss, weight = (replay or self.accumulate_gradients)(loss_fn, window, parameters)
@@ -539,22 +538,18 @@ class GuardedStep:
             self._trained = sorted({id(p): p for p in held}.values(), key=lambda p: self._norm_order.get(id(p), last))
         return check_parameters(self._trained)
 
-    def _clear_known_gradients(self, parameters: list[Tensor]) -> None:
-        """Do what `clear_gradients` does, in less time: `writes.save` has just looked for changed modules."""
+    def clear_gradients(self) -> None:
+        """Drop all gradients, also of weights that no optimizer holds, where they would accumulate. Modules are those
+        of the last window: nn.Module.zero_grad looks for them at every call, which takes long."""
         if self._modules is not self.writes.slots.modules:
             self._modules = self.writes.slots.modules
             self._weights = [module._parameters for module in walk_modules([self.model])]
-        for parameter in chain(parameters, chain.from_iterable(map(dict.values, self._weights))):
+        for parameter in chain(self._trained, chain.from_iterable(map(dict.values, self._weights))):
             if parameter is not None:
                 parameter.grad = None
         for optimizer in self.optimizers:
             if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
                 optimizer.zero_grad(set_to_none=True)
-
-    def clear_gradients(self) -> None:
-        nn.Module.zero_grad(self.model)  # also weights that no optimizer holds, whose gradients would accumulate
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
 
     def _find_rates(self, optimizer: Optimizer) -> Rates | None:
         return self.rates if self.rates is not None and self.rates.drives(optimizer) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import warnings
@@ -65,3 +66,20 @@ class DroppedSteps:
             since = f"; {self.num_dropped} since the start" if self.num_dropped > num else ""
             verb = "was" if num == 1 else "were"
             warn_user(f"{num} of the {num_steps} steps of this pass over the data {verb} dropped{since}")
+
+
+NEWEST_TESTED = (2, 15)
+"""`make torch TORCH=2.15.0` runs the tests; benchmarks/results/torch_versions.json has the results."""
+
+
+@functools.cache
+def report_untested_torch(version: str) -> None:
+    """Print one line, once per process, if this version of torch is newer than the newest tested one."""
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) > NEWEST_TESTED:
+        tested = ".".join(map(str, NEWEST_TESTED))
+        print(
+            f"halfstep: torch {version} is newer than {tested}, the newest version that halfstep was tested with",
+            file=sys.stderr,
+            flush=True,
+        )
