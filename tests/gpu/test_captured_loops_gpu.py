@@ -13,7 +13,7 @@ import inner_gradients
 import python_values
 import shared_casts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*is not fused")]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 ALIKE = ("Rprop", "Adadelta", "RMSprop")  # bit-equal, the last two while the learning rate stays
 OTHERS = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "ASGD": {}}

@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep as hs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*is not fused")]
+pytestmark = pytest.mark.gpu
 NUM_STEPS, BAD = 20, 12
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),

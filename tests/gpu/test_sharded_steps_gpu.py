@@ -65,7 +65,6 @@ def read_state(net: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.filterwarnings("ignore:.* is not fused")
 def test_a_sharded_step_trains_as_the_unsharded_one_and_drops_a_nan(optimizer: str, precision: str) -> None:
     rows = ROWS.clone()
     rows[5] *= float("nan")

@@ -15,7 +15,7 @@ from no_waiting import no_host_wait
 from tiny_training import assert_same_bits
 from whole_runs import newest, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*is not fused")]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 

@@ -53,7 +53,7 @@ def train(training: Training, folder: Path, num_steps: int) -> list[Path]:
     optimizer = kind(training.model.parameters(), **training.options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
-        warnings.filterwarnings("ignore", message=".*(not fused|has eps=0|was dropped).*")
+        warnings.filterwarnings("ignore", message=".*(has eps=0|was dropped).*")
         step = hs.Step(training.model, optimizer, "fp32", capsules=folder, **training.more)
         try:
             for number in range(num_steps):

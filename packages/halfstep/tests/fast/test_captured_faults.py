@@ -70,7 +70,6 @@ def test_loops_train_like_eager_ones(name: str, capsys: pytest.CaptureFixture[st
     assert lines == ([f"halfstep: runs eagerly, not captured: {found.why_eager}"] if found.why_eager else [])
 
 
-@pytest.mark.filterwarnings("ignore:.*is not fused")
 @pytest.mark.parametrize("name", captured_features.FEATURES)
 def test_features_of_steps_with_a_bad_one_among_them(name: str) -> None:
     captured_features.assert_same(name, CPU)

@@ -18,7 +18,6 @@ from halfstep.step.optim.cycled_adam import step_cycled_adam
 from replay_stand_in import replays_on_cpu
 
 TORCH = torch.optim.lr_scheduler
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not fused")
 NUM_STEPS, BAD = 14, 9
 
 

@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, ConfigError
 from replay_stand_in import replays_on_cpu
 
 TORCH = torch.optim.lr_scheduler
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not fused", "ignore:.*holds no position in the data")
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds no position in the data")
 
 NUM_STEPS, SAVED_AT = 9, 4
 

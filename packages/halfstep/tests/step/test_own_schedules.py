@@ -167,7 +167,6 @@ METRICS = [1.0, 0.9, 0.91, 0.92, 0.93, 0.8, 0.8, 0.8, 0.8, float("nan"), 0.81, 0
 
 @pytest.mark.parametrize("name", PLATEAUS)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.filterwarnings("ignore:SGD is not fused")
 def test_a_plateau_cuts_exactly_when_torchs_does(name: str, fused: bool) -> None:
     _, step = make_one(lambda optimizer: TORCH.ReduceLROnPlateau(optimizer, **PLATEAUS[name]), fused=fused)
     twin = sgd(nn.Linear(1, 1))
@@ -179,7 +178,6 @@ def test_a_plateau_cuts_exactly_when_torchs_does(name: str, fused: bool) -> None
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.filterwarnings("ignore:SGD is not fused")
 def test_the_groups_show_a_new_rate_at_once(fused: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     a, b = sgd(model[0], 1.0, fused=fused), sgd(model[1], 0.5, fused=fused)
@@ -231,8 +229,8 @@ def test_a_state_of_another_schedule_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("schedule", "what", "fix"),
     [
-        (hs.per_step(lambda k: float("nan")), "it gives nan", "division by 0"),
-        (hs.per_epoch(lambda k: float("nan")), "it gives nan", "division by 0"),
+        (hs.per_step(lambda k: float("nan")), "it gives nan", "clamp a formula"),
+        (hs.per_epoch(lambda k: float("nan")), "it gives nan", "clamp a formula"),
         (lambda step, total: 1.0, "no learning rate for step 0", "one argument"),
         (lambda step: None, "no learning rate for step 0", "one argument"),
         (lambda k: 1 - k / 2, r"step 3: it gives -0\.5", "max(0, "),
@@ -269,7 +267,6 @@ def test_epochs_and_plateaus_survive_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.filterwarnings("ignore:SGD is not fused")
 def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: bool) -> None:
     optimizer, step = make_one(lambda _: lambda k: 0.5, fused=fused)
     optimizer.param_groups[0]["lr"] = 0.0

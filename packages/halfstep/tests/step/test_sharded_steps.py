@@ -16,7 +16,7 @@ from halfstep.errors import HalfstepError
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from ranks_together import join, together
 
-pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:.* is not fused")]
+pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 20
 ROWS = torch.randn(NUM_STEPS, 12, 6, generator=torch.Generator().manual_seed(1))

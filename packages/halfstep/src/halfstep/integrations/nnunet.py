@@ -13,7 +13,6 @@ trainer the same way.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,12 +91,10 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
         self._cases: dict[int, list[str]] = {}
         options = {"capsules": Path(self.output_folder) / "capsules", **self.step_options}
         # Made at the first step: a checkpoint has been loaded by now, also into the scaler, whose scale is taken over.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="SGD is not fused")  # nnU-Net's choice, and a copy of a few MB
-            self._step = Step(
-                self.network, self.optimizer, self.precision, clip_norm=self.clip_norm, scaler=self.grad_scaler,
-                on_outcome=self._log_dropped, **options,
-            )  # fmt: skip
+        self._step = Step(
+            self.network, self.optimizer, self.precision, clip_norm=self.clip_norm, scaler=self.grad_scaler,
+            on_outcome=self._log_dropped, **options,
+        )  # fmt: skip
         if self._step.scaler.enabled and self.grad_scaler is not None and not self._step.attempted:
             self._step.scaler.growth_tracker.fill_(self.grad_scaler._get_growth_tracker())
         if not self._step.scaler.enabled:

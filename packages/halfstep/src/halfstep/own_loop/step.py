@@ -42,7 +42,7 @@ from halfstep.step.schedule import Schedule
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep, LossFn, OnCommit, OnGradients
 from halfstep.step.step_state import refuse_unfit
-from halfstep.step.user_warnings import DroppedSteps, warn_once, warn_user
+from halfstep.step.user_warnings import DroppedSteps, warn_user
 from halfstep.step.verdicts import VerdictHandler
 
 if TYPE_CHECKING:
@@ -231,8 +231,6 @@ class Step:
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*self.plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
-        for unfused in filter(None, (committer.hint_at_fused for committer in self._step.committers)):
-            warn_once(unfused, "an optimizer is not fused", stacklevel=2)
 
     # --- training ---
 

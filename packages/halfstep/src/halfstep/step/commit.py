@@ -239,18 +239,6 @@ class Committer:
         return ""
 
     @property
-    def hint_at_fused(self) -> str:
-        """Return what it costs that this optimizer is not fused, or an empty string."""
-        if self.hint:
-            return ""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        is_one = type(self.optimizer) in READS_FLAG_IN_KERNEL and all(p.is_floating_point() for p in parameters)
-        if not is_one or self.method == "found_inf":
-            return ""
-        price = "a copy of weights and state each step" if self.method == "select" else "one wait each step"
-        return f"{self.name} is not fused: skipping safely costs {price}; fused=True makes it free"
-
-    @property
     def extra_bytes(self) -> int:
         """Return the bytes that the method needs while a step commits."""
         if self.method != "select":

@@ -172,12 +172,6 @@ class Ema:
 
     def refuse_unfit(self, state: Mapping[str, Tensor]) -> None:
         own = self.state_dict()
-        if not state:
-            raise CheckpointError(
-                "the checkpoint contains no averaged weights, but this step has an average",
-                fix="create the step without ema_decay, or start the average from its values now: "
-                "state | {'ema': step.ema.state_dict()}",
-            )
         for name in sorted((own.keys() | state.keys()) - self._buffers):
             here, there = (f"shape {tuple(one[name].shape)}" if name in one else "missing" for one in (own, state))
             if here != there:

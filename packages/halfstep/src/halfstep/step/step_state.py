@@ -70,14 +70,16 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
             fix="pass what step.state_dict() returned; load a model's or optimizer's state with its load_state_dict()",
         )
     step.scaler.refuse_unfit(state["scaler"])
+    if bool(state["ema"]) != (step.ema is not None):
+        has, lacks = ("the checkpoint", "this step") if state["ema"] else ("this step", "the checkpoint")
+        raise CheckpointError(
+            f"{has} has an average of the weights, but {lacks} has none",
+            why="the average would be lost, or begin anew, silently",
+            fix="create the step with the same ema_decay; drop the stored average with state | {'ema': {}}, or "
+            "start one now with state | {'ema': step.ema.state_dict()}",
+        )
     if step.ema is not None:
         step.ema.refuse_unfit(state["ema"])
-    elif state["ema"]:
-        raise CheckpointError(
-            "the checkpoint contains averaged weights, but this step has no average",
-            why="they would be lost silently",
-            fix="create the step with ema_decay, or drop them with state | {'ema': {}}",
-        )
     _refuse_different_optimizers(step.optimizers, state["optimizers"])
     for own, stored in zip(list_parameter_names(step), state.get("parameters", ()), strict=False):
         _refuse_different_order(own, stored)

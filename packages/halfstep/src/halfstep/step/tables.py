@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, summarise_error
 from halfstep.step.schedule import Schedule
 
 # Steps in a new table: 16 KB per row. It doubles when training runs past its end, and then a captured step has to be
@@ -338,15 +338,10 @@ def check_rate(value: Any) -> float:
 
 def explain_no_rate(when: str, error: Exception, length: str) -> ConfigError:
     """Return the error for a schedule that ended or returned no usable number."""
-    if isinstance(error, Unusable):
-        return ConfigError(
-            f"the schedule has no learning rate for {when}: {error}",
-            why="a learning rate is a finite number, and not below 0",
-            fix="look for a division by 0, or a formula past its end: clamp its argument, as in "
-            "max(0, 1 - step / total)",
-        )
-    fix = f"make it as long as the training, for example {length}"
-    if isinstance(error, TypeError):
-        fix = "give a function of one argument, the count, that returns a number"
-    why = f"{type(error).__name__}: {error}"
-    return ConfigError(f"the schedule has no learning rate for {when}", why=why, fix=fix)
+    why = f"{error}, which is no finite number from 0 up" if isinstance(error, Unusable) else summarise_error(error)
+    return ConfigError(
+        f"the schedule has no learning rate for {when}: {why}",
+        why="it ended, divides by 0, or is a formula past its end",
+        fix=f"a function of one argument, the count, or a scheduler as long as the training, for example {length}; "
+        "clamp a formula, as in max(0, 1 - step / total)",
+    )

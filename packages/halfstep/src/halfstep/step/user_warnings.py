@@ -17,17 +17,6 @@ SKIPPED = (*our_code.OURS, contextlib.__file__, torch.utils._contextlib.__file__
 """Files whose lines a user cannot change: ours, contextlib's (our `with` blocks) and torch's (our `no_grad`)."""
 
 
-def warn_once(text: str, topic: str, *, stacklevel: int) -> None:
-    """Give a warning, unless one of this topic was given in this process."""
-    if topic not in GIVEN:
-        GIVEN.add(topic)
-        warnings.warn(text, stacklevel=stacklevel + 1)
-
-
-GIVEN: set[str] = set()
-"""Topics of warnings that are given once."""
-
-
 def warn_user(text: str) -> None:
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(SKIPPED):
