@@ -164,9 +164,9 @@ def choose_block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = 
     """
     recomputes, is_compiling = how != "none" and torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiler is not None:
-        one, whole, selective = map(compiler, (run, run_recomputed, run_pointwise_compiled))
+        one, whole, selective = map(compiler, (run, run_checkpointed_compiled, run_pointwise_compiled))
     elif is_compiling:
-        one, whole, selective = run, run_recomputed, run_pointwise_compiled
+        one, whole, selective = run, run_checkpointed_compiled, run_pointwise_compiled
     else:
         one, whole, selective = run, run_checkpointed, run_pointwise
     if not recomputes or how == "pointwise" and is_compiling:  # choose_region_runner handles the whole region
@@ -190,6 +190,11 @@ def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
     return run_recomputed(
         block, *inputs, context_fn=make_contexts(block, "blocks"), preserve_rng_state=_has_dropout(block)
     )
+
+
+def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
+    """Call the block in compiled code and keep only its inputs."""
+    return run_recomputed(block, *inputs)
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:

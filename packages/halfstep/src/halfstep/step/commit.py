@@ -296,10 +296,6 @@ class Committer:
         self.single_pass = SinglePass(self.optimizer, device) if can_run_single_pass(self.optimizer, device) else None
         return self.single_pass
 
-    def close_capture(self) -> None:
-        """Drop references into a graph's memory, after a capture that succeeded or failed."""
-        self.single_pass = None
-
     def _has_first(self, parameters: list[Tensor]) -> bool:
         """True if the optimizer has to build the state of one of these. Looked up by parameter only where parameters or
         state are others than at the last commit: hashing hundreds of tensors takes long."""

@@ -385,7 +385,7 @@ class GuardedStep:
         self.clear_gradients()
         self.writes.forget()
         for committer in self.committers:
-            committer.close_capture()
+            committer.single_pass = None
 
     def accumulate_gradients(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
         """Run forward and backward over the window; return the weighted sum of losses, and the sum of weights.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfstep.step.flat import is_dense, view_flat, view_like
-from halfstep.step.optim.adamw_bf16 import LOW, MOMENTS, JudgedAdamW, Setting
+from halfstep.step.optim.adamw_bf16 import LOW, MOMENTS, JudgedAdamW, Setting, lay_out_like
 from halfstep.step.optim.codes import (
     BLOCK,
     SMALLEST_SCALE,
@@ -125,15 +125,6 @@ def make_state(parameter: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def _lay_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient flat, in the order of the parameter's memory."""
-    if grad.stride() == parameter.stride() and is_dense(parameter):
-        return view_flat(grad)
-    if not is_dense(parameter):
-        return grad.reshape(-1)
-    return view_flat(torch.empty_like(parameter, dtype=grad.dtype).copy_(grad))
-
-
 class StatePiece(NamedTuple):
     """A parameter and its gradient as vectors in the same order: the parameter's memory order if it has no gaps."""
 
@@ -145,7 +136,9 @@ class StatePiece(NamedTuple):
     @classmethod
     def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> StatePiece:
         assert parameter.grad is not None
-        return cls(parameter, flatten(parameter), _lay_out_like(parameter, parameter.grad), state)
+        grad = lay_out_like(parameter, parameter.grad)
+        gradients = view_flat(grad) if is_dense(parameter) else grad.reshape(-1)
+        return cls(parameter, flatten(parameter), gradients, state)
 
     @property
     def is_coded(self) -> bool:

@@ -148,7 +148,7 @@ class AdamWBf16(JudgedAdamW):
                 self.state[parameter].update(self._empty_state(parameter))
         states = [self.state[parameter] for parameter in parameters]
         weights = [self.read(p, p, state) for p, state in zip(parameters, states, strict=True)]
-        gradients = [_lay_out_like(p, p.grad) for p in parameters if p.grad is not None]
+        gradients = [lay_out_like(p, p.grad).float() for p in parameters if p.grad is not None]
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
@@ -183,11 +183,11 @@ def split_for_memory(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         yield some
 
 
-def _lay_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient in fp32 with the layout of its parameter: the kernel reads both as vectors."""
+def lay_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient with the layout of its parameter: kernels read both as vectors."""
     if gradient.stride() != parameter.stride() and is_dense(parameter):
-        return torch.empty_like(parameter, dtype=torch.float32).copy_(gradient)
-    return gradient.float()
+        return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return gradient
 
 
 # --- what AdamW8bit and its kernel share ---
