@@ -169,14 +169,17 @@ WRONG: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str]] = {
     "nothing": (lambda model: (None, None), "hs.Step(model, torch.optim"),
     "no optimizer": (lambda model: (model, [None]), "hs.Step(model, torch.optim"),
     "a tensor": (lambda model: (X, sgd(model)), "ParameterList"),
-    "a trainer": (lambda model: (SimpleNamespace(model=model), sgd(model)), "pass its Linear to hs.Step"),
-    "a wrapper": (lambda model: (model, SimpleNamespace(optimizer=sgd(model))), "optimizer.optimizer"),
+    "a trainer": (lambda model: (SimpleNamespace(model=model), sgd(model)), "the model and the optimizer inside it"),
+    "a wrapper": (
+        lambda model: (model, SimpleNamespace(optimizer=sgd(model))),
+        "the model and the optimizer inside it",
+    ),
     "several": (lambda model: ([model, model], sgd(model)), "ModuleList"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_model_or_optimizer_is_refused_with_the_one_inside(name: str) -> None:
+def test_what_is_no_model_or_optimizer_is_refused_with_the_form_to_use(name: str) -> None:
     given, fix = WRONG[name]
     with pytest.raises(ConfigError) as error:
         hs.Step(*given(nn.Linear(4, 4)), "fp32")
