@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.fast import compiled_trial, kernel_choice, tuned_trial
 from halfstep.fast.fast_path import State
-from halfstep.fast.kernel_choice import DepthwiseConvolution, attend_by, choose_kernels, convolve_depthwise
+from halfstep.fast.kernel_choice import DepthwiseConvolution, attend_by, choose_kernels
 from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 
 CPU = torch.device("cpu")
@@ -135,9 +135,9 @@ def test_measuring_draws_no_random_numbers_and_skips_kernels_that_do_not_run() -
     before = torch.get_rng_state()
     choose_kernels(graph, CPU)
     assert torch.equal(torch.get_rng_state(), before)
-    x = torch.zeros(1, 2, 3, 4)
-    assert kernel_choice.time_call(torch.conv2d, (x, torch.zeros(2, 9, 1, 1)), {}, CPU) == kernel_choice.UNTIMED
-    assert 0 < kernel_choice.time_call(torch.conv2d, (x, torch.zeros(2, 2, 1, 1)), {}, CPU) < 1
+    x, time_call = torch.zeros(1, 2, 3, 4), kernel_choice.time_call
+    assert time_call(torch.conv2d, ((x, torch.zeros(2, 9, 1, 1)), {}), torch.float32, CPU) == kernel_choice.UNTIMED
+    assert 0 < time_call(torch.conv2d, ((x, torch.zeros(2, 2, 1, 1)), {}), torch.float32, CPU) < 1
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -159,12 +159,17 @@ def test_a_depthwise_convolution_has_torchs_gradients(
     torch.testing.assert_close(own, expected)
 
 
-def test_a_depthwise_convolution_follows_autocast() -> None:
-    x, weight = torch.randn(1, 3, 5, 5, requires_grad=True), torch.randn(3, 1, 3, 3, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = convolve_depthwise(x, weight, groups=3)
-    output.float().sum().backward()
-    assert (output.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)  # type: ignore[union-attr]
+@pytest.mark.parametrize("arguments", [{}, {"stride": 1, "padding": 1}, {"padding": (1,), "dilation": [1, 1]}])
+def test_a_depthwise_convolution_is_found_however_it_is_written(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Function(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, torch.ones(4, 1, 3, 3), groups=4, **arguments)
+
+    graph = trace(nn.Sequential(nn.Conv2d(4, 4, 1), Function()), torch.randn(2, 4, 6, 6))
+    prefer(monkeypatch, DEPTHWISE)
+    assert DEPTHWISE in list_targets(choose_kernels(graph, CPU))
 
 
 @pytest.mark.parametrize(
@@ -184,9 +189,75 @@ def test_other_convolutions_stay_as_they_are(layer: nn.Module, monkeypatch: pyte
     assert list_targets(choose_kernels(graph, CPU)) == list_targets(graph)
 
 
+class Attends(nn.Module):
+    """Attention with masks that are expanded, keywords only, and torch's own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        heads = x.view(2, 6, 2, 4).transpose(1, 2)
+        mask = torch.zeros(1, 1, 6, 6, dtype=x.dtype).expand(2, 2, 6, 6)
+        x = F.scaled_dot_product_attention(query=heads, key=heads, value=heads, attn_mask=mask).reshape(2, 6, 8)
+        output: Tensor = self.layer(x, x, x, need_weights=False)[0]
+        return output
+
+
+def test_attention_is_found_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trace(Attends(), torch.randn(2, 6, 8))
+    asked, time_call = list[tuple[str, float]](), kernel_choice.time_call
+
+    def note(run: Any, *given: Any) -> float:
+        seconds = time_call(run, *given)
+        asked.append((run.__name__, seconds))
+        return seconds if run.__name__ == FLASH else 2 * seconds + 1
+
+    monkeypatch.setattr(kernel_choice, "time_call", note)
+    assert list_targets(choose_kernels(graph, CPU)).count(FLASH) == 2
+    assert {"scaled_dot_product_attention", "multi_head_attention_forward", FLASH} <= {name for name, _ in asked}
+    assert all(seconds < 1 for name, seconds in asked if name == FLASH)
+
+
+def test_a_graph_of_torch_func_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Conv2d(4, 4, 3, groups=4)
+
+    class Gradients(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = dict(self.model.named_parameters())
+            run = lambda one: torch.func.functional_call(self.model, own, (one[None],)).sum()  # noqa: E731
+            return torch.func.vmap(torch.func.grad(run))(x).sum() + self.model(x).sum()
+
+    graph = trace(Gradients(), torch.randn(2, 4, 6, 6))
+    prefer(monkeypatch, DEPTHWISE)
+    assert list_targets(choose_kernels(graph, CPU)) == list_targets(graph)
+
+
+def test_double_precision_under_autocast_stays_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(self.first(x).double(), torch.ones(4, 1, 3, 3, dtype=torch.float64), groups=4)
+
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(kernel_choice, "time_call", lambda run, given, dtype, device: asked.append(dtype) or 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = trace(Double(), torch.randn(2, 4, 6, 6))
+    choose_kernels(graph, CPU)
+    assert set(asked) == {torch.float64}
+
+
 def test_attention_by_a_kernel_equals_torchs() -> None:
     query, key, value = torch.randn(3, 1, 2, 4, 8)
-    own = attend_by(SDPBackend.FLASH_ATTENTION)(query, key, value, is_causal=True)
+    own = attend_by(F.scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION)(query, key, value, is_causal=True)
     torch.testing.assert_close(own, F.scaled_dot_product_attention(query, key, value, is_causal=True))
 
 
@@ -215,6 +286,9 @@ def test_a_slower_tuned_step_is_not_used_and_not_tried_again(
     assert capsys.readouterr().err.count("not tuned: 1.1e+03 ms per step, 1e+03 ms without") == 1
     assert step._fast.state is State.COMPILED
     assert list(step._fast.compiled.graphs)
+    step.optimizers[0].load_state_dict(step.optimizers[0].state_dict())
+    [train_once(step) for _ in range(4)]
+    assert list(step._fast.compiled.graphs)  # captured again, and not from the code that was refused
     train(make_small())  # nor in the next run, which reads what was stored
     assert "tunes" not in capsys.readouterr().err
 
@@ -229,6 +303,8 @@ def test_code_that_cannot_be_tuned_leaves_the_compiled_step(
     torch.manual_seed(1)
     step, losses = train(make_small())
     assert "halfstep: not tuned: out of registers" in capsys.readouterr().err
+    train(make_small())
+    assert "tunes" not in capsys.readouterr().err  # a later run does not try again
     assert step._fast.state is State.COMPILED
     torch.manual_seed(1)
     torch.testing.assert_close(losses, train(make_small(), fast="off")[1])
@@ -300,6 +376,7 @@ def test_what_was_found_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pyte
     assert tuned_trial.save_cache(path) == " (not kept for later runs: File exists)"
 
 
-def test_a_damaged_file_counts_as_none(tmp_path: Path) -> None:
+def test_a_damaged_file_counts_as_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tuned.bin").write_bytes(b"damaged")
     tuned_trial.load_cache(tmp_path / "tuned.bin")
+    assert capfd.readouterr().err == ""

@@ -13,13 +13,15 @@ and strides. The graph's copy then computes it in the fastest one.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import _sdpa_kernel as set_kernels
 from torch.utils._pytree import tree_flatten, tree_map
@@ -31,6 +33,7 @@ Run = Callable[..., Tensor]
 WORTH = 0.95
 """Share of the usual time that another way may take: less than that is not told apart from noise."""
 UNTIMED = math.inf
+SETTINGS = (("stride", 1), ("padding", 0), ("dilation", 1))
 
 
 def visit_calls(module: GraphModule, visit: Callable[[Node], None]) -> GraphModule:
@@ -54,11 +57,12 @@ def choose_kernels(module: GraphModule, device: torch.device) -> GraphModule:
         usual, *others = list_ways(node)
         if not others:
             return
-        arguments, options = tree_map(read_example, (node.args, node.kwargs))
-        key = f"{node.target} {tree_map(describe, (arguments, options))}"
+        dtype = find_output(node.meta["example_value"]).dtype
+        given = tree_map(read_example, (node.args, node.kwargs))
+        key = f"{node.target} {dtype} {tree_map(describe, given)}"
         if key not in chosen:
-            limit = WORTH * time_call(usual, arguments, options, device)
-            times = {other: time_call(other, arguments, options, device) for other in others}
+            limit = WORTH * time_call(usual, given, dtype, device)
+            times = {other: time_call(other, given, dtype, device) for other in others}
             best = min(others, key=times.__getitem__)
             chosen[key] = best if times[best] < limit else usual
         node.target = chosen[key]
@@ -69,32 +73,44 @@ def choose_kernels(module: GraphModule, device: torch.device) -> GraphModule:
 
 def list_ways(node: Node) -> list[Any]:
     """Return the functions that compute a call of a graph, the usual one first."""
+    # A graph that selects kernels itself keeps them; under torch.func an autograd.Function would need more rules.
+    others = {other.target for other in node.graph.nodes}
+    if set_kernels in others or any("increment_nesting" in str(other) for other in others):
+        return [node.target]
     if node.target is torch_attention:
-        return [torch_attention, *list_attention(node)]
-    if node.target is torch.conv2d and is_depthwise(node):
-        return [torch.conv2d, convolve_depthwise]
+        return [
+            torch_attention,
+            *map(functools.partial(attend_by, torch_attention), [*list_kernels(), *list_cudnn(node)]),
+        ]
+    if node.target is F.multi_head_attention_forward:  # torch chooses among the others only where cuDNN's is slower
+        return [node.target, *map(functools.partial(attend_by, node.target), list_kernels())]
+    if node.target is torch.conv2d and (convolve := make_depthwise(node)):
+        return [torch.conv2d, convolve]
     return [node.target]
+
+
+def read_arguments(node: Node, *names: str) -> dict[str, Any]:
+    return {**dict(zip(names, map(read_example, node.args), strict=False)), **tree_map(read_example, node.kwargs)}
 
 
 # --- attention ---
 
 
-def list_attention(node: Node) -> list[Run]:
-    """Return attention by each kernel that the user allows. None where the graph itself selects kernels."""
-    if any(other.target is set_kernels for other in node.graph.nodes):
-        return []
-    query, key = (read_example(one) for one in node.args[:2])
-    is_causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
-    kernels = list_allowed_kernels()
-    if torch.backends.cuda.cudnn_sdp_enabled() and not has_bad_shape(query, key, is_causal=bool(is_causal)):
-        kernels.append(SDPBackend.CUDNN_ATTENTION)
-    return [attend_by(kernel) for kernel in kernels if kernel is not SDPBackend.MATH]
+def list_kernels() -> list[SDPBackend]:
+    return [kernel for kernel in list_allowed_kernels() if kernel is not SDPBackend.MATH]
 
 
-def attend_by(kernel: SDPBackend) -> Run:
+def list_cudnn(node: Node) -> list[SDPBackend]:
+    """Return cuDNN's kernel if the user allows it and it is right for the shape."""
+    given = read_arguments(node, "query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    is_bad = has_bad_shape(given["query"], given["key"], is_causal=bool(given.get("is_causal", False)))
+    return [SDPBackend.CUDNN_ATTENTION] if torch.backends.cuda.cudnn_sdp_enabled() and not is_bad else []
+
+
+def attend_by(target: Run, kernel: SDPBackend) -> Run:
     def attend(*arguments: Any, **options: Any) -> Tensor:
         with sdpa_kernel(kernel):
-            return torch_attention(*arguments, **options)
+            return target(*arguments, **options)
 
     attend.__name__ = f"attend_by_{kernel.name.lower()}"  # in the graph
     return attend
@@ -103,33 +119,30 @@ def attend_by(kernel: SDPBackend) -> Run:
 # --- depthwise convolutions ---
 
 
-def is_depthwise(node: Node) -> bool:
-    """True for one filter per channel and stride 1, with an input that needs a gradient."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    x, weight = read_example(given["input"]), read_example(given["weight"])
-    sizes = [given.get("padding", (0, 0)), given.get("dilation", (1, 1))]
-    if given.get("stride", (1, 1)) != (1, 1) or not all(isinstance(one, tuple) for one in sizes) or x.ndim != 4:
-        return False
-    fits = all(p <= d * (k - 1) for p, d, k in zip(*sizes, weight.shape[2:], strict=True))
-    return fits and x.requires_grad and weight.shape[:2] == (given.get("groups", 1), 1) and weight.shape[0] > 1
+def make_depthwise(node: Node) -> Run | None:
+    """Return another way for a convolution with one filter per channel and stride 1 whose input needs a gradient."""
+    given = read_arguments(node, "input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    x, weight, dtype = given["input"], given["weight"], node.meta["example_value"].dtype
+    if isinstance(given.get("padding"), str) or x.ndim != 4 or not x.requires_grad:
+        return None
+    stride, padding, dilation = (make_pair(given.get(name, usual)) for name, usual in SETTINGS)
+    fits = all(p <= d * (k - 1) for p, d, k in zip(padding, dilation, weight.shape[2:], strict=True))
+    is_depthwise = weight.shape[:2] == (given.get("groups", 1), 1) and weight.shape[0] > 1
+    if stride != (1, 1) or not fits or not is_depthwise:
+        return None
+
+    def convolve_depthwise(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        bias = None if bias is None else bias.to(dtype)  # as autocast does, where it is on
+        output: Tensor = DepthwiseConvolution.apply(  # type: ignore[no-untyped-call]
+            input.to(dtype), weight.to(dtype), bias, padding, dilation
+        )
+        return output
+
+    return convolve_depthwise
 
 
-def convolve_depthwise(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
-    groups: int = 1,
-) -> Tensor:
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    output: Tensor = DepthwiseConvolution.apply(input, weight, bias, padding, dilation)  # type: ignore[no-untyped-call]
-    return output
+def make_pair(value: Any) -> tuple[int, ...]:
+    return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
 
 
 class DepthwiseConvolution(torch.autograd.Function):
@@ -170,26 +183,33 @@ def describe(value: Any) -> Any:
     return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
 
 
-def time_call(run: Run, arguments: Any, options: Any, device: torch.device) -> float:
-    """Return the seconds of forward and backward on random numbers; infinity if it does not run."""
+def find_output(value: Any) -> Tensor:
+    return next(one for one in tree_flatten(value)[0] if isinstance(one, Tensor))
+
+
+def time_call(run: Run, given: tuple[Any, Any], dtype: torch.dtype, device: torch.device) -> float:
+    """Return the seconds of forward and backward on random numbers in `dtype`; infinity if it does not run."""
 
     def make(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        made = made.normal_() if value.is_floating_point() else made.fill_(1)
-        return nn.Parameter(made) if value.requires_grad else made
-
-    arguments, options = tree_map(make, (arguments, options))
-    inputs = [one for one in tree_flatten((arguments, options))[0] if isinstance(one, Tensor) and one.requires_grad]
-
-    def forward_and_backward() -> None:
-        output = run(*arguments, **options)
-        if inputs:
-            torch.autograd.grad(output, inputs, torch.ones_like(output))
+        is_number = value.is_floating_point()
+        sizes = [size if stride else 1 for size, stride in zip(value.shape, value.stride(), strict=True)]
+        made = torch.empty_strided(sizes, value.stride(), dtype=dtype if is_number else value.dtype, device=device)
+        made = (made.normal_() if is_number else made.fill_(1)).expand(value.shape)
+        return made.requires_grad_(value.requires_grad)
 
     try:
+        arguments, options = tree_map(make, given)
+        leaves = tree_flatten((arguments, options))[0]
+        inputs = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
+
+        def forward_and_backward() -> None:
+            output = find_output(run(*arguments, **options))
+            if inputs:
+                torch.autograd.grad(output, inputs, torch.ones_like(output), allow_unused=True)
+
         forward_and_backward()
-        return Driver().time_run(forward_and_backward, str(device), work=str(run))
+        return Driver().time_run(forward_and_backward, str(device), work="a call")
     except RuntimeError:  # no kernel for these shapes, or no memory
         return UNTIMED

@@ -267,7 +267,7 @@ class TracedLoss:
         assert entry.last_inputs is not None
         try:
             if "tuned" in compiler:
-                with self._make_autocast(), self.plan.backend():
+                with self.plan.backend(), keep_quiet():
                     module = choose_kernels(module, self.device)
             if compiler.endswith("fp8"):
                 assert self.fp8 is not None

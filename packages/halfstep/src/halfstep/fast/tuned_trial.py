@@ -78,15 +78,16 @@ def try_tuned(path: FastPath, graph: Graph, attempt: Attempt, budget_s: float) -
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
     # Outside of the except block, whose error holds frames and so activations.
     path.has_lost_graphs = path.step.device.type == "cuda"
-    if problem:
-        return f"not tuned: {problem}"
-    if captured is None:
+    if captured is None and not problem:
         attempt.shape.tuning = None
         return ""
-    history.write(time.monotonic() - began, 1 - after_s / before_s)
-    times = f"{1e3 * after_s:.3g} ms per step, {1e3 * before_s:.3g} ms without"
-    if after_s >= before_s:
-        return f"not tuned: {times}"
+    history.write(time.monotonic() - began, 0.0 if problem else 1 - after_s / before_s)
+    times = "" if problem else f"{1e3 * after_s:.3g} ms per step, {1e3 * before_s:.3g} ms without"
+    if problem or after_s >= before_s:
+        for call in attempt.calls:
+            call.entry.codes.pop(level.compiler, None)
+        return f"not tuned: {problem or times}"
+    assert captured is not None
     path.tuned = level
     level.graphs[attempt.key], level.began_s = captured, path.in_steps_s
     del path.compiled.graphs[attempt.key]
@@ -115,7 +116,9 @@ def limit_tuning(deadline: float) -> Iterator[None]:
 
 def load_cache(path: Path) -> None:
     """Give Inductor what an earlier run found. A file that cannot be read counts as none."""
-    with contextlib.suppress(Exception):
+    from halfstep.fast.dynamo_gaps import keep_quiet  # imports torch's compiler
+
+    with keep_quiet(), contextlib.suppress(Exception):
         torch.compiler.load_cache_artifacts(path.read_bytes())
 
 
