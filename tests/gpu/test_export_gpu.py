@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from halfstep_train.use.export import export
-from halfstep_train.use.open_run import choose_plan, load_weights, open_run
+from halfstep_train.use.evaluate import choose_plan, load_weights, open_run
 from halfstep_train.workloads import build
 from tiny_runs import Told, _run
 

@@ -19,7 +19,7 @@ from halfstep.recompute import Recompute, set_recompute
 from halfstep.step.optim import adamw8bit_triton
 from halfstep.step.optim.adamw8bit import AdamW8bit, make_state, update
 from halfstep.step.optim.adamw_bf16 import Setting
-from halfstep_train.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, list_levers, make_optimizer
+from halfstep_train.tune.trials import NORMAL, Cost, MemorySetting, choose_memory, list_levers, make_optimizer
 from halfstep_train.workloads.segmentation.unet import UNet
 from memory_settings import memory_setting
 from no_waiting import no_host_wait

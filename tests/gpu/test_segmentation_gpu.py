@@ -9,7 +9,7 @@ from torch import Tensor
 from halfstep.prefetching import prefetch
 from halfstep_train.workloads.segmentation.augment import augment
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
-from halfstep_train.workloads.segmentation.predict import predict_image
+from halfstep_train.workloads.segmentation.evaluate import predict_image
 from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep_train.workloads.segmentation.unet import UNet
 from no_waiting import no_host_wait

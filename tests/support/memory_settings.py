@@ -9,7 +9,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 from halfstep.recompute import set_recompute
-from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.tune.trials import MemorySetting
 
 
 @contextmanager

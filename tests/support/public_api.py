@@ -15,7 +15,7 @@ import typer.main
 
 import halfstep
 from halfstep_train.cli.main import COMMANDS, build_app
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.statements import list_fields
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.workloads import KINDS
 

@@ -9,7 +9,7 @@ import pytest
 from command_line import run_command
 from data.picture_folders import write_split
 from diffusion_tiny import pictures, vae_folder
-from halfstep_train.report.progress import PackingBar
+from halfstep_train.report.run_report import PackingBar
 
 
 def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

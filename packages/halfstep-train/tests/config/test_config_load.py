@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from halfstep.errors import ConfigError
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.statements import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.statements import DEFAULT

@@ -10,7 +10,7 @@ import pytest
 from halfstep.errors import ConfigError
 from halfstep.precision.names import PRECISION_NAMES, PRECISIONS, normalise_precision
 from halfstep_train.config.aliases import FOREIGN_KEYS, KEY_ALIASES
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.statements import list_fields
 from halfstep_train.workloads import KINDS, from_dict, load
 
 TABLE = """

@@ -17,7 +17,7 @@ from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.errors import DataError
 from halfstep_train.data.binary_sets import CLASSES, ROW_BYTES, find_cifar_folder, find_idx_folder, read_cifar, read_idx
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_same_classes, find_images
-from halfstep_train.data.packed import PackSettings, fingerprint_folder
+from halfstep_train.data.image_samples import PackSettings, fingerprint_folder
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.classification.data import ImageData, open_image_data
 

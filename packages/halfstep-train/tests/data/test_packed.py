@@ -13,7 +13,7 @@ from halfstep.errors import DataError
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, find_images
 from halfstep_train.data.image_samples import EvaluationFiles, EvaluationImages, TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Loader
-from halfstep_train.data.packed import (
+from halfstep_train.data.image_samples import (
     PackSettings,
     choose_pack_path,
     open_or_pack,

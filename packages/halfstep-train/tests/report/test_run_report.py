@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from halfstep_train.report.progress import Bar, write_lines
+from halfstep_train.report.run_report import Bar, write_lines
 from halfstep_train.report.run_report import RunReport
 from hand_clock import HandClock
 
@@ -241,7 +241,7 @@ def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:
 PASS_ON_A_TERMINAL = """
 import sys, time
 from rich.console import Console
-from halfstep_train.report.progress import Bar, show_live
+from halfstep_train.report.run_report import Bar, show_live
 bar = Bar("Epoch 1/1 [Train]", 1000)
 try:
     with show_live(bar, Console(width=60)):
@@ -257,7 +257,7 @@ except KeyboardInterrupt:
 FORK_WHILE_DRAWING = """
 import os, sys, threading
 from rich.console import Console
-from halfstep_train.report.progress import Bar, show_live
+from halfstep_train.report.run_report import Bar, show_live
 console = Console()
 with show_live(Bar("Epoch", 10), console):
     held, done = threading.Event(), threading.Event()

@@ -12,7 +12,7 @@ import torch
 
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
-from halfstep_train.run import choose_plan
+from halfstep_train.run import train as training
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.loop import Loop
@@ -173,7 +173,7 @@ def test_another_mode_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: li
 def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"activation_budget": 1.0, "recompute": "none", "optimizer_bits": 8}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose_plan, "tune_plan", lambda plan, *others, **more: replace(plan, memory=small))
+        patch.setattr(training, "tune_plan", lambda plan, *others, **more: replace(plan, memory=small))
         folder = one_epoch(tmp_path, **{"train.memory": "low"})
     resume(folder, "train.memory=normal", "train.epochs=2", "log.quiet=false", allow_changes=True)
     assert "the optimizer starts without state" in capsys.readouterr().out

@@ -15,7 +15,6 @@ from torch import Tensor
 import tiny_workload
 from halfstep.errors import Interrupted
 from halfstep_train.cli.main import main
-from halfstep_train.run import choose_plan, stored_run
 from halfstep_train.run import train as training
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.interrupts import FINISHING_STEP, catch_interrupts
@@ -131,7 +130,7 @@ def test_nohup_keeps_its_word() -> None:
     ("number", "error"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted), (signal.SIGHUP, Interrupted)],
 )
-@pytest.mark.parametrize(("where", "during"), [(choose_plan, "tune_plan"), (training, "record_data")])
+@pytest.mark.parametrize(("where", "during"), [(training, "tune_plan"), (training, "record_data")])
 def test_a_signal_before_training_begins_leaves_nothing_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +155,7 @@ def test_a_scheduler_that_ends_a_run_before_it_goes_on_finds_it_as_it_was(
     run(tmp_path / "run", {"train.max_steps": 1})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     former = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listened"))
-    monkeypatch.setattr(stored_run, "build_workload", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(training, "build_workload", lambda *_: signal.raise_signal(signal.SIGTERM))
     try:
         with pytest.raises(Interrupted, match="SIGTERM before training began"):
             resume(tmp_path / "run", "train.max_steps=2")

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from data import data_sets
 from halfstep.errors import CheckpointError
-from halfstep_train.report.progress import Bar
+from halfstep_train.report.run_report import Bar
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.workloads import build, load
 from halfstep_train.workloads.segmentation.demo import write_demo
-from halfstep_train.workloads.segmentation.predict import WholeImages
+from halfstep_train.workloads.segmentation.evaluate import WholeImages
 from tiny_runs import Told
 from whole_runs import newest
 

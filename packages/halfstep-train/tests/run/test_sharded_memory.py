@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.distributed.world import Share
 from halfstep.errors import MemoryLimitError
 from halfstep.hardware.probe import probe
-from halfstep_train.run import sharded_model
+from halfstep_train.run import multi_rank
 from halfstep_train.run.memory.planner import Cell, Layout, MemoryPlanner, find_fits, refuse_nothing_fits
 from halfstep_train.run.memory.sharded import ShardUnit
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
-from halfstep_train.run.sharded_model import UNIT_PARAMETERS, group_blocks, refuse_unshardable
-from halfstep_train.tune.memory_low import NORMAL
+from halfstep_train.run.multi_rank import UNIT_PARAMETERS, group_blocks, refuse_unshardable
+from halfstep_train.tune.trials import NORMAL
 from halfstep_train.workloads import load
 from ranks_together import together
 from tensor_bytes import TensorBytes
@@ -40,7 +40,7 @@ def step_of(*words: str) -> TraceableStep:
 def planner() -> MemoryPlanner:
     found = MemoryPlanner(step_of(), probe("cpu"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sharded_model, "MIN_UNITS", UNITS)
+        patched.setattr(multi_rank, "MIN_UNITS", UNITS)
         assert len(found.step.units) == UNITS + 1  # kept from here on
     return found
 
@@ -51,7 +51,7 @@ def measured(rank: int, size: int, port: int) -> dict[str, int]:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    sharded_model.MIN_UNITS = UNITS
+    multi_rank.MIN_UNITS = UNITS
     found = {}
     for layout in ("ddp", "shard"):
         step = step_of()

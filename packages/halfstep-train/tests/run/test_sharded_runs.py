@@ -21,15 +21,15 @@ from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import InFp32, swap_class
-from halfstep_train.run import sharded_model
+from halfstep_train.run import multi_rank
 from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.checkpoint import is_sharded
 from halfstep_train.run.folder import RunFolder, load_stored
 from halfstep_train.run.launch import Launch
 from halfstep_train.run.memory import sizing
-from halfstep_train.run.sharded_model import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
+from halfstep_train.run.multi_rank import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
 from halfstep_train.run.train import train
-from halfstep_train.use.open_run import open_run
+from halfstep_train.use.evaluate import open_run
 from halfstep_train.workloads import load
 from ranks_together import free_port, together
 from whole_runs import TINY, assert_same_bits, newest, resume, run
@@ -50,7 +50,7 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, 
     torch.compile = functools.partial(_compile, COMPILE)
     ends = {}
     for own_port, (name, call) in zip(ports, calls.items(), strict=True):
-        sharded_model.MIN_UNITS = call.get("min_units", MIN_UNITS)
+        multi_rank.MIN_UNITS = call.get("min_units", MIN_UNITS)
         sizing._measure_limit = call.get("limit", MEASURE_LIMIT)
         num = call.get("size", size)
         if rank >= num:

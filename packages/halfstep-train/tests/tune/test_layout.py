@@ -15,7 +15,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.channels_last import is_channels_last
-from halfstep_train.tune.memory_low import CannotRun
+from halfstep_train.tune.trials import CannotRun
 from halfstep_train.workloads import KINDS, load
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.workload import Workload

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from halfstep.step.optim.adamw8bit import AdamW8bit
-from halfstep_train.tune.memory_low import (
+from halfstep_train.tune.trials import (
     NORMAL,
     CannotRun,
     Cost,

@@ -16,7 +16,7 @@ from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.rehearsal import RunRehearsal
-from halfstep_train.tune.recompute_check import Recomputable, compare_states, find_recomputable, list_state
+from halfstep_train.tune.choose import Recomputable, compare_states, find_recomputable, list_state
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
 from models_of_others import BLOCKS, ResNet, Writing

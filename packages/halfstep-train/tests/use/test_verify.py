@@ -16,7 +16,13 @@ from halfstep.step.clip import Clip
 from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.train import train
-from halfstep_train.use.verify import _check_gpu, _check_skipped, check_clipping, check_nan_is_dropped, check_rates
+from halfstep_train.use.observe_step import (
+    _check_gpu,
+    _check_skipped,
+    check_clipping,
+    check_nan_is_dropped,
+    check_rates,
+)
 from halfstep_train.workloads import load
 from tiny_training import batch, loss_of, make_step
 

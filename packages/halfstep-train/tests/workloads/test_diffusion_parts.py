@@ -35,7 +35,7 @@ from halfstep_train.workloads.diffusion.noise_schedule import (
     list_bucket_names,
     list_bucket_starts,
 )
-from halfstep_train.workloads.diffusion.predict import set_sampling
+from halfstep_train.workloads.diffusion.evaluate import set_sampling
 from halfstep_train.workloads.diffusion.sampling import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.loader import Batch, Loader
-from halfstep_train.report.progress import Bar
+from halfstep_train.report.run_report import Bar
 from halfstep_train.run.assemble import build_workload
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
@@ -36,7 +36,7 @@ from halfstep_train.workloads.segmentation.pictures import (
     draw_errors,
     draw_overlay,
 )
-from halfstep_train.workloads.segmentation.predict import WholeImages, predict_image
+from halfstep_train.workloads.segmentation.evaluate import WholeImages, predict_image
 from halfstep_train.workloads.segmentation.unet import UNet
 from tiny_runs import Told, unet_run
 

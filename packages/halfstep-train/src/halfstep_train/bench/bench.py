@@ -48,14 +48,14 @@ from halfstep_train.bench.problem import (
 )
 from halfstep_train.config.dump import dump_values
 from halfstep_train.config.foreign import flatten_keys
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.statements import list_fields
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
 from halfstep_train.run.engine import Engine, PhasedEngine, make_engine
 from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.choose import tune_plan
-from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.workload import Workload
 

@@ -72,7 +72,7 @@ def _complete_arguments(context: typer.Context, incomplete: str, *, with_runs: b
 
 def _complete_setting(given: Sequence[str], incomplete: str, resume: str) -> Iterator[str]:
     """Yield `KEY=`, or `KEY=VALUE` once the key is known."""
-    from halfstep_train.config.keys import list_fields
+    from halfstep_train.config.statements import list_fields
     from halfstep_train.workloads import KINDS
 
     workload = _find_workload(resume or given[0])

@@ -95,8 +95,8 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
 def pack_folder(folder: Path, out: Path | None, size: int, on_bad_file: OnBadFile) -> dict[str, Any]:
     """Pack the folder, or open a file that already matches it; return what the file holds."""
     from halfstep_train.data.image_folder import FolderLayout, find_images
-    from halfstep_train.data.packed import PackSettings, choose_pack_path, open_or_pack
-    from halfstep_train.report.progress import PackingBar
+    from halfstep_train.data.image_samples import PackSettings, choose_pack_path, open_or_pack
+    from halfstep_train.report.run_report import PackingBar
     from halfstep_train.run.interrupts import raise_at_once
 
     path = out or choose_pack_path(folder, size)

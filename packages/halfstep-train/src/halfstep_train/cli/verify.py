@@ -12,7 +12,7 @@ from halfstep.errors import suggest_own_install
 from halfstep_train.cli.options import ArgumentsOrRun, Json, Trust, add_flags
 
 if TYPE_CHECKING:
-    from halfstep_train.use.verify import ProofLine
+    from halfstep_train.use.observe_step import ProofLine
 
 CONFIGURATION = "configuration aligned"
 
@@ -36,7 +36,7 @@ def command(arguments: ArgumentsOrRun, trust: Trust = False, as_json: Json = Fal
     from halfstep_train.run.folder import load_target
 
     loaded = load_target(target, flags=settings, overrides=overrides, trust=trust)
-    from halfstep_train.use.verify import verify
+    from halfstep_train.use.observe_step import verify
 
     lines = [check_configuration(target), *verify(target, loaded, trust=trust)]
     if as_json:
@@ -53,7 +53,7 @@ def command(arguments: ArgumentsOrRun, trust: Trust = False, as_json: Json = Fal
 def check_configuration(target: str) -> ProofLine:
     """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
     from halfstep_train.cli.check import OBSTACLE, load_own
-    from halfstep_train.use.verify import ProofLine
+    from halfstep_train.use.observe_step import ProofLine
 
     run = Path(target) / "config.yaml"
     file = run if run.is_file() else Path(target)

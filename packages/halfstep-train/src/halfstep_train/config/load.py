@@ -23,8 +23,8 @@ from halfstep.errors import ConfigError, format_count, suggest_nearest
 from halfstep.precision.names import normalise_precision
 from halfstep_train.config.aliases import GLOBAL_ALIASES, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 from halfstep_train.config.foreign import has_key, translate_document
-from halfstep_train.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
-from halfstep_train.config.precision_claims import Stated, make_disagreement, read_layer
+from halfstep_train.config.statements import find_field, find_full_path, is_empty, list_fields, make_config_error
+from halfstep_train.config.statements import Stated, make_disagreement, read_layer
 from halfstep_train.config.references import Place, References, find_references
 from halfstep_train.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path
 from halfstep_train.config.section import convert_for_field, count_cores

@@ -45,7 +45,7 @@ from halfstep_train.data.loader import Loader
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.folder import make_paths_absolute
 from halfstep_train.run.frozen_modules import get_modules, place_frozen_
-from halfstep_train.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
+from halfstep_train.run.multi_rank import ShardedModel, connect_ranks, gather_samples, shard_frozen_, synchronise_norms
 from halfstep_train.run.optimizer import (
     Length,
     make_step,
@@ -53,11 +53,10 @@ from halfstep_train.run.optimizer import (
     refuse_unknown,
     select_options,
 )
-from halfstep_train.run.sharded_model import ShardedModel, shard_frozen_
 from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep_train.tune.choose import find_asked_mode, measure_fp8_gains
-from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.tune.modes import Mode, Region, compile_region, repeats_blocks
 from halfstep_train.workloads import KINDS, build
 from halfstep_train.workloads.base.kind import Export, Unit

@@ -35,7 +35,7 @@ from halfstep.errors import (
 )
 from halfstep.precision.plan import Plan
 from halfstep_train.config.dump import dump_values, to_yaml
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.statements import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, is_import_path
 from halfstep_train.config.section import IS_PATH, MAY_BE_MISSING

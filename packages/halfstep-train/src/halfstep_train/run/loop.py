@@ -34,8 +34,7 @@ from halfstep_train.run.interrupts import Interrupts
 from halfstep_train.run.journal import START_STEPS, Journal, Waiting
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.resume import Changes
-from halfstep_train.run.step_ledger import RunLedger
-from halfstep_train.run.step_watch import RunWatch
+from halfstep_train.run.step_ledger import RunLedger, RunWatch
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.run.validate import sample, use_average, validate
 

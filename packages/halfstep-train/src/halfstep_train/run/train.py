@@ -5,30 +5,41 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from halfstep.disk import make_absolute
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, format_count
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.listeners import refuse_missing
 from halfstep_train.report.metrics_file import cut_back
-from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, is_demo
+from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, is_demo
 from halfstep_train.run.capsules import record_faults
-from halfstep_train.run.choose_plan import PlanChoice
-from halfstep_train.run.ending import finish_run, handle_ending
+from halfstep_train.run.checkpoint import Checkpoint, is_sharded, open_shards
+from halfstep_train.run.checkpoint import load as load_checkpoint
+from halfstep_train.run.ending import finish_run, handle_ending, import_callback, open_report, show_start
 from halfstep_train.run.folder import (
     RunFolder,
     RunSource,
+    Settled,
     describe_changed_data,
+    find_import_paths,
     find_moved_data,
     find_settled,
     make_paths_absolute,
@@ -36,23 +47,247 @@ from halfstep_train.run.folder import (
     point_to_demo_data,
     record_data,
 )
-from halfstep_train.run.frozen_modules import add_checksums, copy_made_here, write_made_here
+from halfstep_train.run.frozen_modules import (
+    add_checksums,
+    copy_made_here,
+    match_stored,
+    name_lost_files,
+    write_made_here,
+)
 from halfstep_train.run.interrupts import catch_interrupts, raise_at_once
 from halfstep_train.run.journal import Journal
 from halfstep_train.run.launch import Launch, choose_device, join_world
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
-from halfstep_train.run.memory.sizing import explain_step_too_large
+from halfstep_train.run.memory.sizing import (
+    choose_pieces,
+    choose_reduction,
+    choose_sharding,
+    explain_step_too_large,
+    make_peak_predictor,
+    measure_free_bytes,
+)
+from halfstep_train.run.memory.traceable_step import build_traceable_step
 from halfstep_train.run.monitor import monitor_device
-from halfstep_train.run.multi_rank import refuse_differences, refuse_small_batch, seed_rank
-from halfstep_train.run.presentation import import_callback, open_report, show_start
-from halfstep_train.run.resume import accept_changes, refuse_changed_data
+from halfstep_train.run.multi_rank import (
+    choose_sharded_mode,
+    make_mesh,
+    refuse_differences,
+    refuse_small_batch,
+    refuse_unshardable,
+    seed_rank,
+)
+from halfstep_train.run.rehearsal import LeadingRehearsal, RunRehearsal
+from halfstep_train.run.resume import (
+    Changes,
+    accept_changes,
+    explain_finished,
+    refuse_changed_data,
+    refuse_missing_device,
+)
 from halfstep_train.run.run_rank import RunRank, post_warnings
-from halfstep_train.run.sharded_model import refuse_unshardable
-from halfstep_train.run.stored_run import StoredRun, open_stored_run
+from halfstep_train.tune.choose import MEASURED_FOR, strip_tuning, tune_plan
 from halfstep_train.tune.fresh_thread import forget_compiled
+from halfstep_train.tune.trials import Rehearsal
 from halfstep_train.workloads import KINDS
+from halfstep_train.workloads.base.import_path import sign_code
 from halfstep_train.workloads.base.workload import Workload
+
+if TYPE_CHECKING:
+    from halfstep.distributed.sharded_files import StoredShards
+
+# --- what a resumed run continues from ---
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A stored run with its newest checkpoint, of a sharded one this rank's part, and what was changed since."""
+
+    folder: RunFolder
+    settled: Settled
+    changes: Changes
+    path: Path
+    checkpoint: Checkpoint
+    damaged: list[str]  # a line for each newer checkpoint that cannot be used
+    shards: StoredShards | None
+    note: str  # empty unless another number of ranks wrote it
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.checkpoint.state
+
+    def is_done(self, config: RunConfig, *, tells: bool) -> bool:
+        """True if nothing is left to do; a finished run may still lack files that a kill prevented."""
+        finished = explain_finished(config, self.state)
+        if not finished or not self._is_tidy(config):
+            return False
+        if tells:
+            RunReport(self.folder.path).notice(f"{self.folder.path} is {finished}")
+        return True
+
+    def _is_tidy(self, config: RunConfig) -> bool:
+        """True if a finished run also has its last validation, mark of the best checkpoint, summary and export."""
+        state, folder = self.state, self.folder
+        is_validated = (
+            state["position"]["epoch"] >= config.train.epochs
+            or state["validated_at"] == state["step"]["attempted"]
+            or state["num_samples"][1] == 0
+        )
+        is_marked = not state["is_best"] or folder.open_checkpoints().find_best() == self.path
+        has_summary = (folder.report / "summary.json").is_file()
+        is_exported = KINDS.of(config.workload).export is None or folder.model.is_dir()
+        return is_validated and is_marked and has_summary and is_exported
+
+    def build_workload(self, config: RunConfig) -> Workload:
+        """Build the workload with what the run stored about its data and frozen modules."""
+        stored = self.state["frozen"]
+        with name_lost_files(stored):
+            workload = build_workload(config, dict(self.state["store"]))
+        return dataclasses.replace(workload, frozen=match_stored(workload.frozen, stored, self.folder.path))
+
+    def fit_to_ranks(self, rank: RunRank, parts: Assembly) -> list[str]:
+        """Change a state that another number of ranks wrote, and return notes on it."""
+        notes = self._cut_for_fewer_ranks(rank)
+        if self.note and self.shards is not None:
+            states = self.state["step"]["optimizers"]
+            place = ("state", "state", "step", "optimizers")
+            recut = recut_optimizer_states(self.shards, parts.model, parts.step.optimizers, states, place)
+            notes += [self.note, *recut]
+        return notes
+
+    def _cut_for_fewer_ranks(self, rank: RunRank) -> list[str]:
+        """Cut batches further after torchrun has lost ranks, so that those that are left need no more memory."""
+        state = self.state
+        then, now = len(state.get("rank_generators", ())), rank.world.size if rank.world is not None else 1
+        if rank.launch is None or not rank.launch.restarts or then <= now:
+            return []
+        for own in (state, *state.get("phases", {}).values()):
+            own["pieces"] = -(-then // now) * int(own["pieces"])
+        return [
+            f"{format_count(now, 'rank')} instead of {then}: each batch is cut into {state['pieces']} micro-batches, "
+            "with the same samples per step"
+        ]
+
+    def restore(self, loop: Loop, config: RunConfig) -> None:
+        """Restore the run's state, then store accepted changes: a change that fails is not stored."""
+        for note in self.changes.notes:
+            loop.journal.notice(note)
+        loop.restore(self.path, self.checkpoint, self.changes)
+        loop.journal.notice(f"resuming from {self.path.name}: {loop.journal.describe_progress()}")
+        settled, attempted = self.settled, int(self.state["step"]["attempted"])
+        # After a damaged checkpoint the run continues from an earlier one, and repeats later steps with new settings.
+        before = [{**one, "until": min(one["until"], attempted)} for one in settled.before]
+        if self.changes.keys:
+            before.append({"until": attempted, "settings": settled.settings})
+        is_same = before == settled.before and settled.code == sign_code(find_import_paths(config))
+        is_same = is_same and loop.parts.plan == self.folder.read_plan()  # another number of ranks may have changed it
+        if loop.checkpoints.writes and not is_same:
+            self.folder.write_settings(config, loop.parts.plan, settled.decided, before)
+
+
+def open_stored_run(
+    folder: RunFolder, settled: Settled, changes: Changes, config: RunConfig, rank: RunRank, device: str, *, allow: bool
+) -> StoredRun:
+    """Load the newest intact checkpoint; `allow` accepts changes, and one that another number of ranks wrote."""
+    damaged: list[str] = []
+
+    def find_newest() -> Path:
+        checkpoints = folder.open_checkpoints()
+        checkpoints.clean_up()
+        checkpoints.find_best()  # raises on a damaged best.json before anything is trained
+        return checkpoints.find_newest(on_damaged=damaged.append)
+
+    path = rank.run_on_first(find_newest)
+    stored, mesh, note = None, None, ""
+    if is_sharded(path):
+        stored = open_shards(path, rank.world)
+        shards = rank.world is not None and config.train.shard is not False
+        mesh = make_mesh(torch.device(probe(device).device)) if shards else None
+        # torchrun starts fewer ranks after a machine is lost: the run goes on with them.
+        is_restarted = rank.launch is not None and rank.launch.restarts > 0
+        way = "--allow-changes" if shards else "train.shard=false --allow-changes"
+        fix = f"accept it with {way} (--gpus N starts N ranks)"
+        note = stored.refuse_other_mesh(mesh, reshard=allow or is_restarted, fix=fix)
+    checkpoint = load_checkpoint(path, stored, mesh)
+    return StoredRun(folder, settled, changes, path, checkpoint, damaged, stored, note)
+
+
+# --- the plan, the same on all ranks ---
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """The choice of a plan for a built workload; only rank 0 decides."""
+
+    config: RunConfig
+    workload: Workload
+    rank: RunRank
+    device: str  # asked for on this rank
+
+    def choose(self) -> Plan:
+        """Return the plan of a new run."""
+        return self._agree(self._decide)
+
+    def choose_again(self, folder: RunFolder, changes: Changes, *, is_other_mesh: bool) -> Plan:
+        """Return the stored plan, with new decisions and measurements for settings that have changed."""
+        if is_other_mesh or changes.touch("precision.", "device", "train.shard"):
+            return self.choose()
+        return self._agree(partial(self._update, folder, changes))
+
+    def _agree(self, make: Callable[[Rehearsal], Plan]) -> Plan:
+        """Return one plan for all ranks, each with its own device, from trials on rank 0."""
+        own, world = (self._trial_config, self.workload), self.rank.world
+        if world is None:
+            return make(RunRehearsal(*own))
+        device = probe(self.device).device
+        free = measure_free_bytes(torch.device(device)) if device.startswith("cuda") else 0
+        return LeadingRehearsal(*own, world, device, min(world.gather(free))).plan(make)
+
+    @property
+    def _trial_config(self) -> RunConfig:
+        """Return the config for trials: this rank's part of a batch, and no cutting into micro-batches."""
+        if self.rank.world is None:
+            return self.config
+        rows = self.rank.world.count_rows(self.config.train.batch_size)
+        return self.config.replace(train={"batch_size": rows, "auto_batch": False})
+
+    def _decide(self, rehearsal: Rehearsal) -> Plan:
+        plan = decide_plan(self.config, self.workload, probe(self.device))
+        if (world := self.rank.world) is not None:
+            trace = partial(build_traceable_step, self.config, self.workload.store)
+            plan = choose_sharding(self.config.train, self.workload, plan, world.size, self._say, trace)
+        return self._try_modes(plan, rehearsal)
+
+    def _update(self, folder: RunFolder, changes: Changes, rehearsal: Rehearsal) -> Plan:
+        plan = folder.read_plan()
+        refuse_missing_device(plan)
+        # Trials were measured for other settings: forget what they found and repeat them.
+        if not changes.touch(*MEASURED_FOR):
+            return plan
+        plan = strip_tuning(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
+        return self._try_modes(plan, rehearsal)
+
+    def _try_modes(self, plan: Plan, rehearsal: Rehearsal) -> Plan:
+        """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
+        train, world, store = self.config.train, self.rank.world, self.workload.store
+        if plan.shards and world is not None:
+            plan = dataclasses.replace(choose_sharded_mode(train.fast, plan, self._say), pieces=1)
+            trace = partial(build_traceable_step, self.config, store)
+            return choose_reduction(train, plan, world.size, self._say, trace)
+        trace = partial(build_traceable_step, self._trial_config, store)
+        peak = make_peak_predictor(rehearsal.config.train, trace)
+        plan = tune_plan(plan, rehearsal, self._say, peak=peak)
+        if not train.auto_batch:
+            return dataclasses.replace(plan, pieces=1)
+        free = rehearsal.free_bytes if isinstance(rehearsal, LeadingRehearsal) else None
+        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace, free)
+        return dataclasses.replace(plan, pieces=pieces)
+
+    def _say(self, line: str) -> None:
+        """Print to stderr: the run has no report yet."""
+        if not self.config.log.quiet:
+            print(line, file=sys.stderr, flush=True)
+
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
 

@@ -27,7 +27,7 @@ from halfstep.errors import format_duration
 from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.plan import Gain, Plan
 from halfstep_train.tune.channels_last import convolves_images, wants_channels_last
-from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
+from halfstep_train.tune.trials import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep_train.tune.modes import (
     COMPILE_S,
     CUDNN_TRIALS_S,

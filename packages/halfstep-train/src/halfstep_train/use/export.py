@@ -29,8 +29,7 @@ from halfstep_train.report.console import dump_json, make_columns_table, make_pa
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.folder import refuse_used_folder
 from halfstep_train.run.frozen_modules import name_lost_files
-from halfstep_train.use.evaluate import LoadedModel, load_data
-from halfstep_train.use.open_run import choose_plan, load_weights, open_run
+from halfstep_train.use.evaluate import LoadedModel, choose_plan, load_data, load_weights, open_run
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Export, ExportCommand, load_part
 from halfstep_train.workloads.base.using import PlainEvaluation

@@ -22,7 +22,7 @@ from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.folder import UNFINISHED
 from halfstep_train.run.frozen_modules import name_lost_files
 from halfstep_train.run.interrupts import Interrupts, catch_interrupts
-from halfstep_train.use.open_run import (
+from halfstep_train.use.evaluate import (
     check_frozen_parts,
     choose_plan,
     load_weights,

@@ -52,10 +52,10 @@ from halfstep_train.run.assemble import build_workload, configure_phase, has_par
 from halfstep_train.run.frozen_modules import get_modules
 from halfstep_train.run.memory.sharded import ShardUnit, list_units, name_parameters
 from halfstep_train.run.memory.step_trace import AllocationRecorder, StepTrace
+from halfstep_train.run.multi_rank import group_blocks
 from halfstep_train.run.optimizer import Length, build_optimizer
-from halfstep_train.run.sharded_model import group_blocks
 from halfstep_train.tune.channels_last import match_layout, wants_channels_last
-from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.tune.trials import load_first_batch
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Store
@@ -89,7 +89,7 @@ class TraceableStep:
         self.config, self.workload, self.raw = config, workload, raw
         self.num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         self.pretence = Pretence(workload.list_modules())
-        # All candidates; a run that starts replaces them by those that pass tune/recompute_check.py. Workloads that
+        # All candidates; a run that starts replaces them by those that pass tune/choose.py. Workloads that
         # name their blocks recompute them by themselves.
         self.blocks: Collection[str] = () if workload.blocks else find_blocks(workload.model)
         self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())

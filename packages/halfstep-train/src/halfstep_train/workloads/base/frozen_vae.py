@@ -30,7 +30,7 @@ from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_
 from halfstep_train.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
 from halfstep_train.models.posterior import Codec, draw_latent, split_moments
-from halfstep_train.report.progress import PackingBar
+from halfstep_train.report.run_report import PackingBar
 from halfstep_train.workloads.base.workload import Batch
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -19,8 +19,8 @@ from halfstep_train.data.image_samples import (
     TrainingImages,
 )
 from halfstep_train.data.loader import Samples
-from halfstep_train.data.packed import PackSettings, choose_pack_path, open_or_pack
-from halfstep_train.report.progress import PackingBar
+from halfstep_train.data.image_samples import PackSettings, choose_pack_path, open_or_pack
+from halfstep_train.report.run_report import PackingBar
 from halfstep_train.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0

@@ -11,7 +11,7 @@ from halfstep.errors import DataError
 from halfstep_train.data.files import IMAGE_ENDINGS, run_in_threads
 from halfstep_train.data.image_samples import crop_centre
 from halfstep_train.data.images import open_image_file
-from halfstep_train.report.progress import Bar
+from halfstep_train.report.run_report import Bar
 from halfstep_train.report.results import Answer, Failure
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure

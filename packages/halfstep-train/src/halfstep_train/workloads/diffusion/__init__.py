@@ -33,7 +33,7 @@ DIFFUSION = Kind.from_package(
         ),
     ),
     predict=PredictCommand(
-        ".predict:SamplePredictor",
+        ".evaluate:SamplePredictor",
         options=(
             Option("num", int, 16, "Samples to draw", least=1),
             Option("steps", int, None, "Sampling steps; default: the run's sample.steps", least=1),
@@ -61,7 +61,7 @@ VAE = Kind.from_package(
     sample=PICTURE,
     synthetic=replace(SYNTHETIC, over=".build:build_vae_on_samples"),
     evaluate=EvaluateCommand(".evaluate:VaeEvaluation"),
-    predict=PredictCommand(".predict:PicturePredictor", writes_files=True),
+    predict=PredictCommand(".evaluate:PicturePredictor", writes_files=True),
     guide=GuideEntry(
         guide=".guide:VaeGuide",
         about="latents for a diffusion model: any folder of images",

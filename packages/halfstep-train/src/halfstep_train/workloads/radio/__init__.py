@@ -36,7 +36,7 @@ VAE_KIND = _radio_kind(
     config=RadioVaeConfig,
     export=".first_stage:export_vae",
     evaluate=EvaluateCommand(".evaluate:RadioEvaluation"),
-    predict=PredictCommand(".predict:GainPredictor", writes_files=True),
+    predict=PredictCommand(".evaluate:GainPredictor", writes_files=True),
     guide=_GUIDE,
 )
 
@@ -49,7 +49,7 @@ KIND = _radio_kind(
         ".evaluate:SamplingEvaluation", (_STEPS, Option("part", str, "val", "Which maps: val, test or train"))
     ),
     predict=PredictCommand(
-        ".predict:MapPredictor",
+        ".evaluate:MapPredictor",
         (_STEPS, Option("seed", int, 0, "Seed of the noise that samples start from", least=0)),
         writes_files=True,
     ),

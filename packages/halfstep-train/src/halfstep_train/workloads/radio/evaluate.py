@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, DataError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import BadFiles
 from halfstep_train.data.loader import Loader
 from halfstep_train.data.seeds import Key
-from halfstep_train.workloads.base.sheets import pick_worst_to_best
-from halfstep_train.workloads.base.using import EvaluateRequest, LookAt, PlainEvaluation
-from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.radio.build import Denoising, describe_steps
-from halfstep_train.workloads.radio.maps import ROLE_NAMES, RadioTree, choose_split, open_split
+from halfstep_train.report.results import Answer, Failure
+from halfstep_train.report.run_report import Bar
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.sheets import Array, pick_worst_to_best
+from halfstep_train.workloads.base.using import (
+    EvaluateRequest,
+    FilePredictor,
+    Input,
+    LookAt,
+    PlainEvaluation,
+    PredictRequest,
+    TrainedModel,
+    save_picture,
+)
+from halfstep_train.workloads.base.vae_trainer import VaeNet
+from halfstep_train.workloads.base.workload import FrozenPart, Workload
+from halfstep_train.workloads.radio.build import Denoising, build_unet, describe_steps
+from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
+from halfstep_train.workloads.radio.first_stage import build_vae_model, open_first_stage
+from halfstep_train.workloads.radio.maps import (
+    GAIN_NAME,
+    ROLE_NAMES,
+    RadioFiles,
+    RadioTree,
+    choose_split,
+    open_split,
+    read_condition,
+    read_gray,
+    scale_gain,
+    to_signed,
+    to_unsigned,
+)
 from halfstep_train.workloads.radio.pictures import Row, draw_cells, draw_map_sheet
-from halfstep_train.workloads.radio.scores import RadioMetrics
+from halfstep_train.workloads.radio.scores import RadioMetrics, score_maps
 from halfstep_train.workloads.radio.unet import RadioUNet
 from halfstep_train.workloads.radio.vae import RadioVAE
 
@@ -108,3 +138,117 @@ class SamplingEvaluation(RadioEvaluation):
                     metrics.update({"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch)
                 bar.advance()
         return metrics.compute()
+
+
+# --- halfstep predict ---
+#
+# halfstep predict RUN RadioMapSeer/png/antennas    stage 2: predict the gain map of each transmitter halfstep predict
+# RUN RadioMapSeer/gain/DPM        stage 1: reconstruct each gain map from the mean of its latent
+
+
+MOST_TRANSMITTERS = 1000
+"""Upper limit of transmitters per map. The noise of a sample is keyed by map * limit + transmitter, so it does not
+depend on the other input files."""
+
+
+class MapPredictor(FilePredictor):
+    """Predict and draw a gain map for each antenna file; buildings, cars and truth are found from its path."""
+
+    endings = (".png",)
+
+    def __init__(self, config: RadioDiffConfig, store: Store) -> None:
+        self.config, self.store = config, store
+        self.model = build_unet(config, store)
+        stage = open_first_stage(config)
+        self.vae = stage.vae
+        self.frozen = {"vae": FrozenPart(module=stage.vae, source=stage.source)}
+
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        """Yield one answer per antenna file; ignore the other images of a RadioMapSeer folder."""
+        antennas = [item for item in inputs if item.path.parent.name == "antennas"] or inputs
+        bar.total = len(antennas)
+        return super().answer_all(antennas, trained, request, bar)
+
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
+        steps = int(request.options["steps"] or self.config.model.sampling_steps)
+        denoising = Denoising(self.config, self.store, self.vae, steps=steps)
+        size = (self.store["image_size"], self.store["image_size"])
+        files = self._find_files(item.path)
+        key = Key.for_sampling(int(request.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
+        condition = read_condition(files, size)
+        batch = {"condition": to_signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
+        batch |= denoising.draw_sampling_noise(key, 1, trained.device)
+        with trained.inference():
+            unet = cast(RadioUNet, trained.model)
+            found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
+        truth = None if files.gain is None else _read_gain(files.gain, size, self.config.data.threshold)
+        return _write_answer(item, request, found.numpy(), truth, condition)
+
+    def _find_files(self, antenna: Path) -> RadioFiles:
+        """Return the files that belong to an antenna file; the true gain is optional."""
+        match = GAIN_NAME.match(antenna.name)
+        root = antenna.parent.parent.parent
+        if match is None or antenna.parent.name != "antennas" or not (root / "png").is_dir():
+            raise DataError(
+                f"{antenna} is not an antenna of a RadioMapSeer folder",
+                why="the buildings are expected next to it",
+                fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
+            )
+        found = RadioTree(root=root, settings=self.config.data).get_sample(int(match[1]), int(match[2]))
+        lacking = [path for path in found.list_paths() if path != found.gain and not path.is_file()]
+        if lacking:
+            raise DataError(
+                f"{antenna} lacks {lacking[0]}", why="it is an input of the model", fix="unpack the whole folder png/"
+            )
+        has_truth = found.gain is not None and found.gain.is_file()
+        return found if has_truth else replace(found, gain=None)
+
+
+class GainPredictor(FilePredictor):
+    """Reconstruct and draw each gain file with the first stage."""
+
+    endings = (".png",)
+
+    def __init__(self, config: RadioVaeConfig, store: Store) -> None:
+        self.config, self.size = config, (store["image_size"], store["image_size"])
+        self.model = build_vae_model(config)
+
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
+        truth = _read_gain(item.path, self.size, self.config.data.threshold)
+        with trained.inference():
+            image = to_signed(torch.from_numpy(truth)[None, None].to(trained.device))
+            found = to_unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
+        return _write_answer(item, request, found, truth, None)
+
+
+def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
+    """Read a gain (H, W) in 0..1, thresholded as in training."""
+    return scale_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
+
+
+def _write_answer(
+    item: Input, request: PredictRequest, predicted: Array, truth: Array | None, condition: Array | None
+) -> Answer:
+    """Write the map as an image file, and a picture of it with inputs and truth; score it if the truth is known."""
+    out = request.out
+    assert out is not None
+    sheet = draw_map_sheet([(item.path.name, draw_cells(predicted, truth, condition))])
+    pixels = (predicted * 255).round().astype(np.uint8)
+    written = {
+        "map": str(save_picture(Image.fromarray(pixels), out / "maps" / item.path.name)),
+        "picture": str(save_picture(sheet, out / "pictures" / item.path.name)),
+    }
+    scores = {} if truth is None else _score(predicted, truth)
+    return Answer(
+        file=str(item.path),
+        found={**written, **scores},
+        cells={**written, **{name: f"{value:.4f}" for name, value in scores.items()}},
+        brief={"picture": written["picture"], **({"NMSE": f"{scores['nmse']:.4f}"} if scores else {})},
+    )
+
+
+def _score(predicted: Array, truth: Array) -> dict[str, float]:
+    one, other = (torch.from_numpy(np.ascontiguousarray(values))[None, None] for values in (predicted, truth))
+    return {name: float(value) for name, value in score_maps(one, other).items()}

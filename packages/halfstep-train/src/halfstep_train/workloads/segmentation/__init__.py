@@ -25,7 +25,7 @@ KIND = Kind.from_package(
         (Option("full_size", bool, False, "Score masks at the original size of each image, as predict writes them"),),
     ),
     predict=PredictCommand(
-        ".predict:MaskPredictor",
+        ".evaluate:MaskPredictor",
         (Option("tile", int, None, "Largest side computed at once, in pixels; default: 1024", least=1),),
         writes_files=True,
     ),

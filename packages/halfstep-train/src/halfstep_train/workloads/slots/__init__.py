@@ -30,7 +30,7 @@ slot_kind = partial(
 KIND = slot_kind(
     config=SlotContrastConfig,
     foreign=".foreign:translate_config",
-    predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
+    predict=PredictCommand(".evaluate:SlotPredictor", writes_files=True),
 )
 
 STEVE = slot_kind(
@@ -38,12 +38,12 @@ STEVE = slot_kind(
     guide=replace(_GUIDE, guide=".guide:SteveGuide"),
     config=SteveConfig,
     synthetic=replace(SYNTHETIC, over=".build:build_steve_on_samples"),
-    predict=PredictCommand(".predict:StevePredictor", writes_files=True),
+    predict=PredictCommand(".evaluate:StevePredictor", writes_files=True),
 )
 
 WITH_WORDS = slot_kind(
     builder=".build:build_with_words",
     config=WordsConfig,
     synthetic=replace(SYNTHETIC, over=".build:build_with_words_on_samples"),
-    predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
+    predict=PredictCommand(".evaluate:SlotPredictor", writes_files=True),
 )
