@@ -36,8 +36,8 @@ from halfstep_train.run.engine import make_engine
 from halfstep_train.run.memory.out_of_memory import summarise_error
 from halfstep_train.run.memory.planner import Cell, MemoryPlanner
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.tune.modes import UNCAPTURED, Mode
+from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.workloads import KINDS
 from recording import RESULTS, store
 

@@ -26,8 +26,8 @@ from halfstep.step.randomness import choose_algorithms
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine
 from halfstep_train.tune.channels_last import match_layout
-from halfstep_train.tune.trials import NORMAL, MemorySetting
 from halfstep_train.tune.modes import UNCAPTURED, Mode
+from halfstep_train.tune.trials import NORMAL, MemorySetting
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.classification import demo as demo_classification
 from halfstep_train.workloads.segmentation import demo as demo_segmentation

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from halfstep_train.use.export import export
 from halfstep_train.use.evaluate import choose_plan, load_weights, open_run
+from halfstep_train.use.export import export
 from halfstep_train.workloads import build
 from tiny_runs import Told, _run
 

@@ -8,9 +8,8 @@ import torch
 from data.picture_folders import write_split
 from halfstep.prefetching import prefetch
 from halfstep_train.data.image_folder import FolderLayout, find_images
-from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
+from halfstep_train.data.image_samples import PackSettings, TrainingFiles, TrainingImages, open_or_pack
 from halfstep_train.data.loader import Loader, Samples
-from halfstep_train.data.image_samples import PackSettings, open_or_pack
 from halfstep_train.workloads.classification.augment import prepare_images
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 from no_waiting import no_host_wait

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.prefetching import prefetch
-from halfstep_train.workloads.segmentation.augment import augment
+from halfstep_train.workloads.segmentation.build import augment
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
 from halfstep_train.workloads.segmentation.evaluate import predict_image
 from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss

@@ -13,8 +13,7 @@ from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.rehearsal import RunRehearsal
-from halfstep_train.tune.trials import CannotRun, Cost, DoesNotFit
-from halfstep_train.tune.trials import TrialTime
+from halfstep_train.tune.trials import CannotRun, Cost, DoesNotFit, TrialTime
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
 

@@ -15,8 +15,8 @@ import typer.main
 
 import halfstep
 from halfstep_train.cli.main import COMMANDS, build_app
-from halfstep_train.config.statements import list_fields
 from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.statements import list_fields
 from halfstep_train.workloads import KINDS
 
 DATA_METHODS = ("__call__", "__iter__", "__enter__", "__exit__")

@@ -19,7 +19,7 @@ from halfstep.errors import DataError
 from halfstep_train.data import noise
 from halfstep_train.workloads.base.over_ranks import gather_rows
 from halfstep_train.workloads.base.workload import Batch, Workload
-from halfstep_train.workloads.segmentation.augment import augment
+from halfstep_train.workloads.segmentation.build import augment
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
 from tiny_workload import Accuracy, Samples
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from halfstep_train.report.run_report import Bar
-from halfstep_train.report.run_report import RunReport
+from halfstep_train.report.run_report import Bar, RunReport
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from halfstep.errors import ConfigError
-from halfstep_train.config.statements import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.config.statements import DEFAULT
+from halfstep_train.config.statements import DEFAULT, list_fields
 from halfstep_train.workloads import KINDS, from_dict, load
 from halfstep_train.workloads.segmentation.config import UNetConfig
 

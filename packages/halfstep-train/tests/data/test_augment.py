@@ -14,9 +14,9 @@ from halfstep_train.data.image_samples import CROP_AREA, draw_boxes, draw_unifor
 from halfstep_train.workloads import load
 from halfstep_train.workloads.classification.augment import CHANGES, MEAN, STD, augment_trivially_, prepare_images
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
-from halfstep_train.workloads.segmentation.augment import augment
+from halfstep_train.workloads.segmentation.build import augment
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
-from halfstep_train.workloads.segmentation.masks import IGNORED
+from halfstep_train.workloads.segmentation.data import IGNORED
 
 
 def only(**changes: float) -> UNetAugmentConfig:

@@ -11,13 +11,16 @@ import torch
 from data.picture_folders import smooth_picture, write_split
 from halfstep.errors import DataError
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, find_images
-from halfstep_train.data.image_samples import EvaluationFiles, EvaluationImages, TrainingFiles, TrainingImages
-from halfstep_train.data.loader import Loader
 from halfstep_train.data.image_samples import (
+    EvaluationFiles,
+    EvaluationImages,
     PackSettings,
+    TrainingFiles,
+    TrainingImages,
     choose_pack_path,
     open_or_pack,
 )
+from halfstep_train.data.loader import Loader
 from halfstep_train.workloads.classification.augment import prepare_images
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 

@@ -11,21 +11,19 @@ from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
 from halfstep_train.data.images import choose_scale, describe_outliers, read_image
 from halfstep_train.workloads.segmentation.data import (
+    IGNORED,
     ImageFormat,
+    MaskTable,
     Pair,
     Scan,
     SegmentationData,
     collect_values,
-    scan_pairs,
-)
-from halfstep_train.workloads.segmentation.masks import (
-    IGNORED,
-    MaskTable,
     make_table,
     parse_table,
     read_mask,
     read_values,
     resize_mask,
+    scan_pairs,
 )
 
 GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)

@@ -177,7 +177,7 @@ def test_training_needs_neither_triton_nor_nvml() -> None:
         import halfstep_train.run.train, halfstep_train.use.predict, halfstep_train.bench.bench
         from halfstep_train.workloads.slots.backbones import build_dinov2
         from halfstep_train.workloads.slots.config import SlotContrastModelConfig
-        from halfstep_train.workloads.slots.slotcontrast import SlotContrast
+        from halfstep_train.workloads.slots.slot_decoder import SlotContrast
         features = build_dinov2("vit_small_patch14_dinov2", depth=1, heads=2, dim=16, grid=2)(torch.rand(2, 3, 28, 28))
         settings = SlotContrastModelConfig(slots=2, slot_dim=8, decoder_hidden=(8,))
         SlotContrast(settings, 16, 4)(features.detach().unflatten(0, (1, 2)))["error"].backward()

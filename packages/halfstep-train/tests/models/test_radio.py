@@ -10,8 +10,15 @@ from torch import Tensor
 
 from golden import assert_golden, assert_golden_gradients, golden, group
 from halfstep_train.models.posterior import draw_latent, kl_divergence
+from halfstep_train.workloads.radio.build import (
+    add_noise,
+    ddm_loss,
+    list_times,
+    recover_x0,
+    sample_latents,
+    scale_times,
+)
 from halfstep_train.workloads.radio.config import FirstStageConfig, PyramidConfig, RadioDiffModelConfig
-from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
 from halfstep_train.workloads.radio.names import drop_loss_weights, rename_unet_weights
 from halfstep_train.workloads.radio.swin import SwinPyramid, WindowAttention
 from halfstep_train.workloads.radio.unet import (

@@ -15,7 +15,7 @@ from halfstep.hardware.memory import LiveBytes
 from halfstep.recompute import Recompute, set_recompute
 from halfstep_train.workloads.slots import dvae, slot_decoder
 from halfstep_train.workloads.slots.config import SlotContrastModelConfig, SteveModelConfig, WordsModelConfig
-from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContrastWords
+from halfstep_train.workloads.slots.slot_decoder import SlotContrast, SlotContrastWords
 from halfstep_train.workloads.slots.steve import Steve
 
 SLOTS: dict[str, Any] = {"slots": 4, "slot_dim": 8, "decoder_hidden": (32, 32)}

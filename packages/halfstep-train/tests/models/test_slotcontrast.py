@@ -16,8 +16,7 @@ from halfstep_train.workloads.slots.backbones import build_dinov2, load_backbone
 from halfstep_train.workloads.slots.config import SlotContrastModelConfig
 from halfstep_train.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
 from halfstep_train.workloads.slots.slot_attention import update_recurrently
-from halfstep_train.workloads.slots.slot_decoder import SlotDecoder, choose_even_chunk
-from halfstep_train.workloads.slots.slotcontrast import SlotContrast, rename_upstream
+from halfstep_train.workloads.slots.slot_decoder import SlotContrast, SlotDecoder, choose_even_chunk, rename_upstream
 
 TINY = SlotContrastModelConfig(slots=4, slot_dim=16, decoder_hidden=(48, 48, 48))
 

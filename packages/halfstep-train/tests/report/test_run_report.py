@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from halfstep_train.report.run_report import Bar, write_lines
-from halfstep_train.report.run_report import RunReport
+from halfstep_train.report.run_report import Bar, RunReport, write_lines
 from hand_clock import HandClock
 
 

@@ -21,8 +21,7 @@ from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
 from halfstep_train.run.folder import RunFolder, make_paths_absolute
 from halfstep_train.run.train import train
-from halfstep_train.use.evaluate import evaluate
-from halfstep_train.use.evaluate import load_weights, open_run
+from halfstep_train.use.evaluate import evaluate, load_weights, open_run
 from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.demo import write_demo
 from tiny_runs import Told, unet_run

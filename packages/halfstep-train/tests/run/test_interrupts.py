@@ -130,17 +130,16 @@ def test_nohup_keeps_its_word() -> None:
     ("number", "error"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted), (signal.SIGHUP, Interrupted)],
 )
-@pytest.mark.parametrize(("where", "during"), [(training, "tune_plan"), (training, "record_data")])
+@pytest.mark.parametrize("during", ["tune_plan", "record_data"])
 def test_a_signal_before_training_begins_leaves_nothing_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
     error: type[BaseException],
-    where: Any,
     during: str,
 ) -> None:
     before = signal.getsignal(number)
-    monkeypatch.setattr(where, during, lambda *arguments, **more: signal.raise_signal(number))
+    monkeypatch.setattr(training, during, lambda *arguments, **more: signal.raise_signal(number))
     with pytest.raises(error) as ended:
         run(tmp_path / "run", {})
     assert getattr(ended.value, "exit_code", 130) == 128 + number

@@ -10,8 +10,7 @@ import pytest
 
 from halfstep.step.facts import Reading
 from halfstep_train.report.metrics_file import read
-from halfstep_train.report.run_report import Bar
-from halfstep_train.report.run_report import RunReport
+from halfstep_train.report.run_report import Bar, RunReport
 from halfstep_train.run.journal import COMPILING, Journal, Pace, Waiting
 from halfstep_train.workloads import from_dict
 from hand_clock import HandClock

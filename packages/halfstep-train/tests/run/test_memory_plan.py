@@ -37,8 +37,7 @@ from halfstep_train.run.memory.sizing import (
 )
 from halfstep_train.run.memory.step_trace import derive_eager_timeline
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
-from halfstep_train.tune.trials import NORMAL, MemorySetting, sort_by_peak
-from halfstep_train.tune.trials import load_first_batch
+from halfstep_train.tune.trials import NORMAL, MemorySetting, load_first_batch, sort_by_peak
 from halfstep_train.workloads import load
 from tiny_workload import build as build_tiny
 

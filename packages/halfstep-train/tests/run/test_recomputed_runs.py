@@ -20,8 +20,7 @@ from halfstep_train.run.memory.traceable_step import TraceableStep, build_tracea
 from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
-from halfstep_train.tune.trials import Cost, MemorySetting
-from halfstep_train.tune.trials import Rehearsal, load_first_batch
+from halfstep_train.tune.trials import Cost, MemorySetting, Rehearsal, load_first_batch
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
 from models_of_others import BLOCKS, BasicBlock

@@ -22,9 +22,17 @@ from halfstep_train.run.engine import Engine
 from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import Tuning, find_asked_mode, tune_plan
-from halfstep_train.tune.trials import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep_train.tune.modes import UNCAPTURED
-from halfstep_train.tune.trials import Rehearsal, Trial, measure_cost
+from halfstep_train.tune.trials import (
+    CannotRun,
+    Cost,
+    DoesNotFit,
+    MemorySetting,
+    NotCaptured,
+    Rehearsal,
+    Trial,
+    measure_cost,
+)
 from halfstep_train.workloads.base.workload import Workload
 from mode_trials import made
 from tiny_training import bits

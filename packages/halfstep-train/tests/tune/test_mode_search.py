@@ -13,9 +13,19 @@ from torch import Tensor
 
 from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.fresh_thread import _Errand, run_in_fresh_thread
-from halfstep_train.tune.trials import CannotRun, Cost, NotCaptured
 from halfstep_train.tune.mode_search import FoundMode, ModeSearch, find_fastest_mode
-from halfstep_train.tune.trials import CANDIDATES, LASTING_S, MOST_S, ROUNDS, TIMED_STEPS, TrialTime, time_lasting_step
+from halfstep_train.tune.trials import (
+    CANDIDATES,
+    LASTING_S,
+    MOST_S,
+    ROUNDS,
+    TIMED_STEPS,
+    CannotRun,
+    Cost,
+    NotCaptured,
+    TrialTime,
+    time_lasting_step,
+)
 from hand_clock import HandClock
 from mode_trials import USUAL, Machine, ScriptedRehearsal, made
 

@@ -20,8 +20,7 @@ from halfstep_train.report.results import EvaluationResult
 from halfstep_train.run.assemble import build_workload
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.folder import RunFolder
-from halfstep_train.use.evaluate import evaluate
-from halfstep_train.use.evaluate import open_run
+from halfstep_train.use.evaluate import evaluate, open_run
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads import load
 from halfstep_train.workloads.base.using import PredictRequest

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from halfstep.errors import ConfigError
 from halfstep_train.cli.export import ONNX_PACKAGES, refuse_wrong_family, refuse_wrong_formats
 from halfstep_train.run.train import train
-from halfstep_train.use.evaluate import evaluate
+from halfstep_train.use.evaluate import evaluate, open_run
 from halfstep_train.use.export import ExportResult, _warn_about_fall, export
-from halfstep_train.use.evaluate import open_run
 from halfstep_train.workloads import KINDS, build, load
 from tiny_runs import Told
 

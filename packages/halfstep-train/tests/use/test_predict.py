@@ -16,8 +16,8 @@ from PIL import Image
 
 from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep_train.report.metrics_file import read
-from halfstep_train.report.run_report import Bar
 from halfstep_train.report.results import Answer, Predictions
+from halfstep_train.report.run_report import Bar
 from halfstep_train.use.evaluate import choose_plan, load_weights, open_run, wrap_trained
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads.base.using import Input, PredictRequest

@@ -23,9 +23,10 @@ from halfstep_train.workloads.base.frozen_vae import (
     open_or_write_latents,
 )
 from halfstep_train.workloads.base.sheets import arrange_grid
+from halfstep_train.workloads.diffusion.build import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, open_net
-from halfstep_train.workloads.diffusion.evaluate import measure_distances, open_features
+from halfstep_train.workloads.diffusion.evaluate import measure_distances, open_features, set_sampling
 from halfstep_train.workloads.diffusion.latents import pick_images
 from halfstep_train.workloads.diffusion.networks import ClassConditions, open_text
 from halfstep_train.workloads.diffusion.noise_schedule import (
@@ -35,10 +36,8 @@ from halfstep_train.workloads.diffusion.noise_schedule import (
     list_bucket_names,
     list_bucket_starts,
 )
-from halfstep_train.workloads.diffusion.evaluate import set_sampling
-from halfstep_train.workloads.diffusion.sampling import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
-from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents
+from halfstep_train.workloads.radio.build import add_noise, ddm_loss, list_times, recover_x0, sample_latents
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 4)

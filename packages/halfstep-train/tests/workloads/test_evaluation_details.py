@@ -11,7 +11,7 @@ from halfstep.errors import ConfigError
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.base.workload import Scheduled
 from halfstep_train.workloads.classification.scores import ClassificationDetails
-from halfstep_train.workloads.segmentation.masks import IGNORED
+from halfstep_train.workloads.segmentation.data import IGNORED
 from halfstep_train.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
 
 NUM = 3

@@ -28,10 +28,9 @@ from halfstep_train.workloads.base.vae_trainer import (
     hinge_discriminator_loss,
     hinge_generator_loss,
 )
-from halfstep_train.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
+from halfstep_train.workloads.radio.build import Guide, build_unet, select_pyramid_weights, select_unet_weights
 from halfstep_train.workloads.radio.config import FirstStageConfig
 from halfstep_train.workloads.radio.first_stage import sum_errors
-from halfstep_train.workloads.radio.guide import Guide
 from halfstep_train.workloads.radio.maps import read_gray
 from halfstep_train.workloads.radio.vae import RadioVAE
 from tiny_radio import (

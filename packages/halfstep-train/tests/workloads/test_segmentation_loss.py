@@ -16,8 +16,8 @@ from halfstep_train.run.journal import find_hint
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.workloads import load
+from halfstep_train.workloads.segmentation.data import IGNORED
 from halfstep_train.workloads.segmentation.demo import write_demo
-from halfstep_train.workloads.segmentation.masks import IGNORED
 from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, hint_at_single_class, segmentation_loss
 from tiny_runs import Told
 

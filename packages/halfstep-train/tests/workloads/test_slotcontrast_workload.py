@@ -23,8 +23,8 @@ from halfstep_train.use.predict import predict
 from halfstep_train.workloads import build, load
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.slots.backbones import build_dinov2
+from halfstep_train.workloads.slots.data import colour_slots, tint, write_gif
 from halfstep_train.workloads.slots.demo import add_array, write_demo
-from halfstep_train.workloads.slots.pictures import colour_slots, tint, write_gif
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume

@@ -22,8 +22,9 @@ from halfstep_train.workloads.base.sheets import CELL
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.data import IGNORED
 from halfstep_train.workloads.segmentation.demo import write_demo
-from halfstep_train.workloads.segmentation.masks import IGNORED
+from halfstep_train.workloads.segmentation.evaluate import WholeImages, predict_image
 from halfstep_train.workloads.segmentation.pictures import (
     CLASS_COLOURS,
     COLUMNS,
@@ -36,7 +37,6 @@ from halfstep_train.workloads.segmentation.pictures import (
     draw_errors,
     draw_overlay,
 )
-from halfstep_train.workloads.segmentation.evaluate import WholeImages, predict_image
 from halfstep_train.workloads.segmentation.unet import UNet
 from tiny_runs import Told, unet_run
 

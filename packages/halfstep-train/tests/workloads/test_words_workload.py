@@ -21,7 +21,7 @@ from halfstep_train.workloads import load
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.slots.demo import write_demo
-from halfstep_train.workloads.slots.slotcontrast import SlotContrastWords
+from halfstep_train.workloads.slots.slot_decoder import SlotContrastWords
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
 

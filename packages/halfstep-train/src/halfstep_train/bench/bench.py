@@ -48,8 +48,8 @@ from halfstep_train.bench.problem import (
 )
 from halfstep_train.config.dump import dump_values
 from halfstep_train.config.foreign import flatten_keys
-from halfstep_train.config.statements import list_fields
 from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.statements import list_fields
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
 from halfstep_train.run.engine import Engine, PhasedEngine, make_engine

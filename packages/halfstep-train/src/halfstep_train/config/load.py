@@ -23,8 +23,6 @@ from halfstep.errors import ConfigError, format_count, suggest_nearest
 from halfstep.precision.names import normalise_precision
 from halfstep_train.config.aliases import GLOBAL_ALIASES, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 from halfstep_train.config.foreign import has_key, translate_document
-from halfstep_train.config.statements import find_field, find_full_path, is_empty, list_fields, make_config_error
-from halfstep_train.config.statements import Stated, make_disagreement, read_layer
 from halfstep_train.config.references import Place, References, find_references
 from halfstep_train.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path
 from halfstep_train.config.section import convert_for_field, count_cores
@@ -35,12 +33,20 @@ from halfstep_train.config.statements import (
     Launcher,
     Origin,
     Override,
+    Stated,
     Statement,
+    find_field,
+    find_full_path,
     find_open_section,
+    is_empty,
+    list_fields,
+    make_config_error,
+    make_disagreement,
     make_layer_statements,
     parse_flags,
     parse_overrides,
     read_file_statements,
+    read_layer,
 )
 from halfstep_train.config.yaml_source import Document, read_yaml
 

@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from halfstep_train.config.dump import dump_values
-from halfstep_train.config.statements import list_fields
 from halfstep_train.config.load import Loaded
-from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin
+from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin, list_fields
 from halfstep_train.report.console import print_text
 
 

@@ -56,8 +56,8 @@ from halfstep_train.run.optimizer import (
 from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep_train.tune.choose import find_asked_mode, measure_fp8_gains
-from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.tune.modes import Mode, Region, compile_region, repeats_blocks
+from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.workloads import KINDS, build
 from halfstep_train.workloads.base.kind import Export, Unit
 from halfstep_train.workloads.base.workload import Phase, Workload

@@ -35,11 +35,10 @@ from halfstep.errors import (
 )
 from halfstep.precision.plan import Plan
 from halfstep_train.config.dump import dump_values, to_yaml
-from halfstep_train.config.statements import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, is_import_path
 from halfstep_train.config.section import IS_PATH, MAY_BE_MISSING
-from halfstep_train.config.statements import Origin
+from halfstep_train.config.statements import Origin, list_fields
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.workloads import DEMO_WORKLOAD, KINDS, load
 from halfstep_train.workloads.base.import_path import refuse_unknown_code, sign_code

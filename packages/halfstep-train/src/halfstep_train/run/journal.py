@@ -17,8 +17,7 @@ from halfstep.precision.plan import Plan
 from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
 from halfstep_train.data.loader import NamedSamples, implements
-from halfstep_train.report.run_report import Bar
-from halfstep_train.report.run_report import Level, RunReport
+from halfstep_train.report.run_report import Bar, Level, RunReport
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.monitor import Monitor
 from halfstep_train.tune.modes import UNCAPTURED, Mode

@@ -26,8 +26,7 @@ from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
 from halfstep_train.config.schema import ScheduleConfig, StepSettings, TrainConfig
 from halfstep_train.config.section import Section
-from halfstep_train.tune.trials import MemorySetting, make_optimizer
-from halfstep_train.tune.trials import count_total_steps
+from halfstep_train.tune.trials import MemorySetting, count_total_steps, make_optimizer
 from halfstep_train.workloads.base.workload import Group
 
 AnyStep = TypeVar("AnyStep", bound=GuardedStep)

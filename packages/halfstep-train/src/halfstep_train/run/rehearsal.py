@@ -23,8 +23,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, make_all_due
 from halfstep_train.run.engine import make_engine
 from halfstep_train.tune.fresh_thread import forget_compiled
-from halfstep_train.tune.trials import CannotRun, DoesNotFit
-from halfstep_train.tune.trials import Rehearsal, Trial, load_first_batch
+from halfstep_train.tune.trials import CannotRun, DoesNotFit, Rehearsal, Trial, load_first_batch
 from halfstep_train.workloads.base.workload import Workload
 
 

@@ -14,9 +14,9 @@ from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.dump import dump_values
-from halfstep_train.config.statements import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import WITHOUT_END, RunConfig
+from halfstep_train.config.statements import list_fields
 from halfstep_train.run.folder import RunFolder, Settled, is_given, make_paths_absolute
 from halfstep_train.workloads import KINDS, load
 

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError
-from halfstep_train.report.run_report import Bar
-from halfstep_train.report.run_report import Level, RunReport
+from halfstep_train.report.run_report import Bar, Level, RunReport
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.launch import Launch
 

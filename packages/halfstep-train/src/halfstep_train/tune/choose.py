@@ -30,28 +30,26 @@ from halfstep.precision.plan import Plan
 from halfstep.recompute import Recompute, Recomputing
 from halfstep.step.randomness import read_generators
 from halfstep_train.config.schema import PrecisionConfig, TrainConfig
+from halfstep_train.tune.mode_search import CachedMode, ModeSearch
+from halfstep_train.tune.modes import NEEDS_CUDA, Mode
 from halfstep_train.tune.trials import (
     HOTTER,
+    MOST_S,
+    SHARE,
     TIME_LIMIT,
     CannotRun,
     Cost,
     MemoryChoice,
     MemorySetting,
-    choose_memory,
-    list_levers,
-    sort_by_peak,
-)
-from halfstep_train.tune.mode_search import CachedMode, ModeSearch
-from halfstep_train.tune.modes import NEEDS_CUDA, Mode
-from halfstep_train.tune.trials import (
-    MOST_S,
-    SHARE,
     Rehearsal,
     Trial,
     TrialTime,
+    choose_memory,
     count_total_steps,
+    list_levers,
     load_first_batch,
     measure_cost,
+    sort_by_peak,
 )
 from halfstep_train.workloads.base.workload import Workload
 

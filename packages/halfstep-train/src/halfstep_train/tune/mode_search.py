@@ -27,7 +27,6 @@ from halfstep.errors import format_duration
 from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.plan import Gain, Plan
 from halfstep_train.tune.channels_last import convolves_images, wants_channels_last
-from halfstep_train.tune.trials import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep_train.tune.modes import (
     COMPILE_S,
     CUDNN_TRIALS_S,
@@ -36,7 +35,7 @@ from halfstep_train.tune.modes import (
     Mode,
     has_convolutions,
 )
-from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime
+from halfstep_train.tune.trials import CannotRun, Cost, DoesNotFit, NotCaptured, Rehearsal, Trial, TrialTime
 from halfstep_train.workloads import KINDS
 
 WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: the noise of trials

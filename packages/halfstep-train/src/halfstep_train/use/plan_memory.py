@@ -35,8 +35,8 @@ from halfstep_train.run.memory.planner import (
     refuse_nothing_fits,
 )
 from halfstep_train.run.memory.traceable_step import build_traceable_step
-from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.tune.modes import Mode
+from halfstep_train.tune.trials import MemorySetting
 
 SHOWN_MODES: dict[str, Mode] = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""

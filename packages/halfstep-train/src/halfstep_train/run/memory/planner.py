@@ -30,8 +30,8 @@ from halfstep_train.run.memory.compiled import PRODUCTS, derive_compiled_timelin
 from halfstep_train.run.memory.sharded import ShardUnit, replicate_timeline, shard_timeline
 from halfstep_train.run.memory.step_trace import StepTrace, Timeline, derive_eager_timeline, interpolate_peak
 from halfstep_train.run.memory.traceable_step import Fixed, TraceableStep
-from halfstep_train.tune.trials import NORMAL, MemorySetting
 from halfstep_train.tune.modes import Mode, has_convolutions
+from halfstep_train.tune.trials import NORMAL, MemorySetting
 
 COMPONENTS = (
     *("weights", "gathered", "gradients", "reductions", "optimizer", "average", "frozen parts", "half copies"),

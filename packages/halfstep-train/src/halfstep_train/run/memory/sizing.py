@@ -33,8 +33,8 @@ from halfstep_train.run.memory.planner import (
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep_train.run.multi_rank import OF_FROZEN, group_blocks
 from halfstep_train.tune.choose import Say
-from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.tune.modes import Mode
+from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.import_path import UnknownCode
 from halfstep_train.workloads.base.kind import Store

@@ -55,8 +55,7 @@ from halfstep_train.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep_train.run.multi_rank import group_blocks
 from halfstep_train.run.optimizer import Length, build_optimizer
 from halfstep_train.tune.channels_last import match_layout, wants_channels_last
-from halfstep_train.tune.trials import MemorySetting
-from halfstep_train.tune.trials import load_first_batch
+from halfstep_train.tune.trials import MemorySetting, load_first_batch
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Batch, Phase, Workload

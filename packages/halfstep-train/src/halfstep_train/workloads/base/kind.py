@@ -136,7 +136,7 @@ class ExportCommand:
 class GuideEntry:
     """`halfstep guide`."""
 
-    guide: Part = ".guide:Guide"
+    guide: Part = ".build:Guide"
     """() -> Guiding (guiding.py), which opens a data folder and suggests settings."""
     about: str
     """One line: what the family does and which data it needs."""

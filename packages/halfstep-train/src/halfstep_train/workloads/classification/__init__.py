@@ -26,7 +26,9 @@ KIND = Kind.from_package(
     sample=SampleUnit(name="image", size=describe_pixels),
     synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),
     evaluate=EvaluateCommand(".evaluate:ClassificationEvaluation"),
-    predict=PredictCommand(".predict:ClassPredictor", (Option("top_k", int, 5, "How many classes per file", least=1),)),
+    predict=PredictCommand(
+        ".evaluate:ClassPredictor", (Option("top_k", int, 5, "How many classes per file", least=1),)
+    ),
     guide=GuideEntry(
         about="one label per image: train/<class>/*.jpg",
         models={

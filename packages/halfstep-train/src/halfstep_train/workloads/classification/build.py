@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
@@ -21,7 +23,7 @@ from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE, ViT, build_vit, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
-from halfstep_train.workloads.base.guiding import choose_side
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData, choose_side, measure_median_size, read_size
 from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Prepare, Workload
@@ -35,7 +37,6 @@ from halfstep_train.workloads.classification.config import (
     ViTConfig,
 )
 from halfstep_train.workloads.classification.data import get_evaluation_share, get_evaluation_size, open_image_data
-from halfstep_train.workloads.classification.guide import Guide, measure_sides
 from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
 from halfstep_train.workloads.classification.scores import ClassificationMetrics, classification_loss, mix
 
@@ -317,3 +318,50 @@ def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
     return resize_positions(positions, model.grid, model.grid) if is_square else positions
+
+
+# --- halfstep guide ---
+
+
+PATCHES_PER_SIDE = 8
+"""Of a ViT for images up to SMALL_SIDE pixels; a ResNet then needs the stem that keeps the resolution."""
+
+
+class Guide(Guiding):
+    """Guide to image classifiers."""
+
+    small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}
+
+    def open(self, config: ClassifierConfig) -> OpenedData:
+        data = open_image_data(config.data)
+        assert isinstance(data.train, TrainingFiles | TrainingImages)
+        return OpenedData(
+            train=data.train,
+            val=data.val,
+            store={"classes": list(data.classes)},
+            classes=tuple(data.titles.get(name, name) for name in data.classes),
+            counts=tuple(torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()),
+            notes=data.notes,
+            sides=measure_sides(data.train),
+        )
+
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        return classes[int(sample["label"])], Image.fromarray(sample["image"].numpy())
+
+    def suggest_for_side(self, config: ClassifierConfig, side: int) -> dict[str, Any]:
+        paths: dict[str, Any] = {"data.image_size": side, "data.eval_size": 0}
+        if side <= SMALL_SIDE and isinstance(config, ResNetConfig):
+            paths["model.stem"] = "small"
+        if side <= SMALL_SIDE and isinstance(config, ViTConfig):
+            paths["model.patch"] = side // PATCHES_PER_SIDE
+        return paths
+
+
+def measure_sides(train: Samples) -> tuple[int, int] | None:
+    """Return the median width and height of the training images; None if they are neither files nor arrays."""
+    if isinstance(train, TrainingImages):
+        width, height = np.median(train.images.sizes, axis=0)
+        return int(width), int(height)
+    if isinstance(train, TrainingFiles):
+        return measure_median_size(len(train), lambda index: read_size(train.listing.paths[index]))
+    return None

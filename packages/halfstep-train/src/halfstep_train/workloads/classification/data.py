@@ -15,11 +15,13 @@ from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_im
 from halfstep_train.data.image_samples import (
     EvaluationFiles,
     EvaluationImages,
+    PackSettings,
     TrainingFiles,
     TrainingImages,
+    choose_pack_path,
+    open_or_pack,
 )
 from halfstep_train.data.loader import Samples
-from halfstep_train.data.image_samples import PackSettings, choose_pack_path, open_or_pack
 from halfstep_train.report.run_report import PackingBar
 from halfstep_train.workloads.classification.config import ImageDataConfig
 

@@ -63,7 +63,7 @@ VAE = Kind.from_package(
     evaluate=EvaluateCommand(".evaluate:VaeEvaluation"),
     predict=PredictCommand(".evaluate:PicturePredictor", writes_files=True),
     guide=GuideEntry(
-        guide=".guide:VaeGuide",
+        guide=".build:VaeGuide",
         about="latents for a diffusion model: any folder of images",
         models={"vae": "84 M parameters at its defaults"},
     ),

@@ -42,7 +42,7 @@ from halfstep_train.workloads.base.using import (
 from halfstep_train.workloads.base.vae_trainer import VaeNet
 from halfstep_train.workloads.base.workload import Batch, Workload
 from halfstep_train.workloads.diffusion import vae as autoencoder
-from halfstep_train.workloads.diffusion.build import DiffusionForward
+from halfstep_train.workloads.diffusion.build import PATH_IMAGES, PATH_STATES, DiffusionForward, ImageSampler, draw_path
 from halfstep_train.workloads.diffusion.config import SAMPLERS, DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import scale_images, to_bytes
 from halfstep_train.workloads.diffusion.networks import (
@@ -53,7 +53,6 @@ from halfstep_train.workloads.diffusion.networks import (
     list_frozen_parts,
     open_parts,
 )
-from halfstep_train.workloads.diffusion.sampling import PATH_IMAGES, PATH_STATES, ImageSampler, draw_path
 from halfstep_train.workloads.diffusion.scores import DenoisingMetrics
 
 LARGEST_SUBSET, NUM_SUBSETS = 100, 10

@@ -27,7 +27,7 @@ KIND = Kind.from_package(
         flops=".build:compute_flops_per_sample",
         size=lambda config: f"{get_context(config):,} tokens",
     ),
-    evaluate=EvaluateCommand(".scores:LanguageEvaluation"),
+    evaluate=EvaluateCommand(".build:LanguageEvaluation"),
     predict=PredictCommand(
         ".predict:Writer",
         options=(

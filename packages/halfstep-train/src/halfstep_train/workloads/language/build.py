@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
+import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
 from halfstep.errors import DataError, ModelError
 from halfstep.tensor_files import LazyTensors
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import Key, make_generator
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.workloads import get_model_name
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.sums import Sums
+from halfstep_train.workloads.base.using import PlainEvaluation, use_folder
 from halfstep_train.workloads.base.workload import Sample, Workload
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import (
@@ -27,10 +36,61 @@ from halfstep_train.workloads.language.data import (
 )
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
-from halfstep_train.workloads.language.scores import LanguageMetrics, count_targets
 from halfstep_train.workloads.language.texts import Tokens, TokenSamples
 from halfstep_train.workloads.language.tokenizers import Bpe, Tokenizer, save_tokenizer
 from halfstep_train.workloads.language.writing import Sampling, continue_text
+
+# --- scores ---
+
+
+def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Count the targets that are not padding, on the device."""
+    return (batch["targets"] >= 0).sum()
+
+
+class LanguageMetrics(Sums):
+    """Perplexity and bits per byte, from sums over tokens on the device in fp64.
+
+    `byte_lengths` holds the number of bytes of each token; if all are 0, there are no bits per byte.
+    """
+
+    def __init__(self, byte_lengths: Tensor) -> None:
+        super().__init__()
+        self.byte_lengths = byte_lengths
+
+    def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Add a batch by its mean loss (`outputs`), without waiting for the device."""
+        targets = batch["targets"]
+        self.byte_lengths = self.byte_lengths.to(targets.device)
+        count = count_targets(batch).double()
+        num_bytes = torch.where(targets >= 0, self.byte_lengths[targets.clamp(min=0)], 0).sum().double()
+        self.add(sums=torch.stack([outputs.detach().double() * count, count, num_bytes]))
+
+    def compute(self) -> dict[str, float]:
+        """Return `perplexity` and, if lengths are known, `bits_per_byte`; waits for the device."""
+        nats, tokens, num_bytes = self.sums["sums"].tolist() if self.sums else (0, 0, 0)
+        if not tokens:
+            return {}
+        mean = nats / tokens
+        found = {"perplexity": math.exp(mean) if mean < 700 else math.inf}
+        return found | ({"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {})
+
+
+class LanguageEvaluation(PlainEvaluation):
+    """Evaluation of language models; another text is evaluated as a whole, unless it has a validation split."""
+
+    @staticmethod
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        return use_folder(config, folder, val_fraction=0.0, cache=False)  # no cache file is written to that folder
+
+    @staticmethod
+    def use_all_samples(workload: Workload) -> Workload:
+        samples = workload.train_samples
+        if len(workload.val_samples) or not isinstance(samples, TokenSamples):
+            return workload
+        whole = TokenSamples(samples.tokens, context=samples.context, vocab=samples.vocab, is_training=False)
+        return replace(workload, val_samples=whole)
+
 
 SAMPLE_TOKENS = 200
 """Tokens of each text that is written during training."""
@@ -213,3 +273,45 @@ def describe_export(config: LanguageConfig, store: Store, folder: Path) -> dict[
         "tokenizer": "tokenizer.json (Hugging Face), or halfstep_tokenizer.json, whose ids are bytes of UTF-8, "
         "positions in its alphabet, or those of a tiktoken encoding",
     }
+
+
+# --- halfstep guide ---
+
+
+PICTURE_SIDE, FONT_SIZE, LINE_CHARACTERS, LINES = 160, 11, 24, 10
+"""Of a picture of text, in pixels; the last two are what fits."""
+
+
+class Guide(Guiding):
+    """Guide to language models."""
+
+    small_on_cpu = {"model.depth": 4, "model.heads": 4, "model.dim": 128}
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+
+    def open(self, config: LanguageConfig) -> OpenedData:
+        # Tokenise in memory: the guide writes nothing next to the data.
+        data = open_language_data(config.replace(data={"cache": False}))
+        self._tokenizer = data.tokenizer
+        check_length(data.train, get_context(config))
+        make_samples = partial(TokenSamples, context=get_context(config), vocab=data.vocab)
+        tokenizer = data.tokenizer.to_dict() if data.tokenizer is not None else None
+        return OpenedData(
+            train=make_samples(data.train, is_training=True),
+            val=make_samples(data.val, is_training=False),
+            store={"vocab": data.vocab, "tokenizer": tokenizer},
+            classes=(),
+            about=data.about,
+            notes=data.notes,
+        )
+
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        """Draw the beginning of a window as text, or as ids if there is no tokenizer."""
+        ids = sample["tokens"][: LINE_CHARACTERS * LINES].tolist()
+        text = self._tokenizer.decode(ids) if self._tokenizer is not None else " ".join(map(str, ids))
+        lines = [part for line in text.splitlines() for part in textwrap.wrap(line, LINE_CHARACTERS) or [""]]
+        picture = Image.new("RGB", (PICTURE_SIDE, PICTURE_SIDE), "white")
+        font = ImageFont.load_default(FONT_SIZE)
+        ImageDraw.Draw(picture).multiline_text((4, 4), "\n".join(lines[:LINES]), fill="black", font=font)
+        return f"window {index}", picture

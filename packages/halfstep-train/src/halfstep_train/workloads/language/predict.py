@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.errors import DataError
-from halfstep_train.report.run_report import Bar
 from halfstep_train.report.results import Answer, Failure
+from halfstep_train.report.run_report import Bar
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel
 from halfstep_train.workloads.language.build import build_model

@@ -53,5 +53,5 @@ KIND = _radio_kind(
         (_STEPS, Option("seed", int, 0, "Seed of the noise that samples start from", least=0)),
         writes_files=True,
     ),
-    guide=replace(_GUIDE, guide=".guide:SecondGuide"),
+    guide=replace(_GUIDE, guide=".build:SecondGuide"),
 )

@@ -6,13 +6,16 @@ compiled step. Validation also samples every map, from noise keyed by the map, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from halfstep.errors import format_count
+from halfstep.islands import in_fp32
 from halfstep.recompute import set_recompute
 from halfstep_train.data import noise
 from halfstep_train.data.loader import Batch, Samples
@@ -20,15 +23,16 @@ from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio.config import (
+    SMALL_FIRST_STAGE,
     FirstStageConfig,
     RadioDiffConfig,
     RadioDiffModelConfig,
     RadioVaeConfig,
 )
-from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
 from halfstep_train.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
     add_latents,
@@ -40,13 +44,106 @@ from halfstep_train.workloads.radio.first_stage import (
     open_first_stage,
     read_some_maps,
 )
-from halfstep_train.workloads.radio.maps import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.maps import (
+    RadioData,
+    draw_condition,
+    draw_gain,
+    find_data,
+    make_sampler,
+    scale_gain,
+    to_signed,
+    to_unsigned,
+)
 from halfstep_train.workloads.radio.names import rename_unet_weights
-from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock
 from halfstep_train.workloads.radio.unet import LinearAttention, RadioUNet, Relation, TimedBlock
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
+
+# --- the diffusion process ---
+#
+# The drift C = -x0 attenuates a latent x0 while noise grows: x_t = x0 + C t + sqrt(t) eps for t in (0, 1]. The network
+# predicts C and eps. A reverse step of size s uses x0 = x_t - C t - sqrt(t) eps and sets C := -x0:
+#
+#     x_{t-s} = x_t - C s - s / sqrt(t) eps + sqrt(s (t - s) / t) draw
+#
+# The last step has s = t and no draw.
+
+
+SMALLEST_TIME = 1e-4
+
+Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(x_t, times) -> predicted C and noise."""
+
+
+def scale_times(uniform: Tensor) -> Tensor:
+    """Map uniform draws in 0..1 to training times in (SMALLEST_TIME, 1]."""
+    return uniform * (1.0 - SMALLEST_TIME) + SMALLEST_TIME
+
+
+@in_fp32
+def add_noise(x0: Tensor, time: Tensor, noise: Tensor) -> Tensor:
+    """Return x_t = x0 + C t + sqrt(t) noise with C = -x0."""
+    t = _expand_time(time)
+    return x0 - x0 * t + t.sqrt() * noise
+
+
+@in_fp32
+def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tensor:
+    """Return the x0 implied by a prediction of C and noise."""
+    t = _expand_time(time)
+    return x_t - drift * t - t.sqrt() * noise
+
+
+@in_fp32
+def ddm_loss(drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool) -> Tensor:
+    """Return the loss (B,): the mean of squared and absolute errors of C and noise.
+
+    With weights, C counts 2 exp(1 - t), which falls from 5.4 to 2, and noise counts exp(sqrt(t)), which rises from 1 to
+    2.7.
+    """
+    # The true drift is C = -x0.
+    errors = (drift + x0, noise - true_noise)
+    parts = [(_average(error.square()) + _average(error.abs())) / 2 for error in errors]
+    weights = (2 * torch.exp(1 - time), torch.exp(time.sqrt())) if weighted else (1.0, 1.0)
+    return weights[0] * parts[0] + weights[1] * parts[1]
+
+
+def list_times(steps: int, *, split_last: bool = True) -> tuple[float, ...]:
+    """Return the time of each network call, from 1 down.
+
+    By default the last of the equal steps is split at SMALLEST_TIME, as in the public sampler: N steps take N + 1
+    calls. Without the split, N steps take N calls.
+    """
+    times = tuple(1 - step / steps for step in range(steps))
+    return (*times, SMALLEST_TIME) if split_last else times
+
+
+@torch.no_grad()
+def sample_latents(predict: Predict, start: Tensor, draws: Sequence[Tensor], times: Sequence[float]) -> Tensor:
+    """Sample latents from the noise `start`; every step but the last adds one of `draws`."""
+    x = start.float()
+    for index, now in enumerate(times):
+        after = times[index + 1] if index + 1 < len(times) else 0.0
+        batch_time = torch.full((len(x),), now, device=x.device)
+        drift, noise = (found.float() for found in predict(x, batch_time))
+        # The predicted C and noise imply an x0; C := -x0 makes drift and state consistent, as in the public sampler.
+        drift = -recover_x0(x, batch_time, drift, noise)
+        s = now - after
+        # One reverse step of size s; see the module docstring for the formula.
+        x = x - drift * s - s / math.sqrt(now) * noise
+        if after > 0:
+            x = x + math.sqrt(s * after / now) * draws[index]
+    return x
+
+
+def _expand_time(time: Tensor) -> Tensor:
+    return time.view(-1, 1, 1, 1)
+
+
+def _average(values: Tensor) -> Tensor:
+    return values.flatten(1).mean(1)
+
 
 FRAGILE = (
     "noising: x_t, C and noise are fp32, whatever the format of the latents",
@@ -269,3 +366,58 @@ def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Wor
     store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(FirstStageConfig(**store["sizes"])).eval())
     return make_workload(config, store, build_unet(config, store), vae, data)
+
+
+# --- halfstep guide ---
+
+
+SMALL_SIZE = {"data.image_size": 64}
+SMALL_UNET: dict[str, Any] = {
+    "model.width": 32,
+    "model.multipliers": (1, 2),
+    "model.windows": ((2, 2), (1, 1)),
+    "model.pyramid.width": 32,
+    "model.pyramid.depths": (2, 2),
+    "model.pyramid.num_heads": (2, 4),
+    "model.pyramid.window": 8,
+}
+
+
+class Guide(Guiding):
+    """Guide to the first stage, where users start."""
+
+    small_on_cpu = {
+        **SMALL_SIZE,
+        **SMALL_FIRST_STAGE,
+        "model.discriminator.enabled": False,
+    }
+
+    def open(self, config: RadioVaeConfig | RadioDiffConfig) -> OpenedData:
+        data = find_data(config)
+        size = data.train.size
+        return OpenedData(
+            train=data.train, val=data.val, store={}, classes=("map",), notes=data.notes, sides=(size[1], size[0])
+        )
+
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        """Draw the city with its antenna, and the gain, side by side."""
+        city = Image.fromarray(draw_condition(sample["condition"].numpy()))
+        gain = Image.fromarray(draw_gain(sample["gain"][0].numpy() / 255))
+        both = Image.new("RGB", (city.width + gain.width, city.height))
+        both.paste(city, (0, 0))
+        both.paste(gain, (city.width, 0))
+        return f"map {index}", both
+
+    def suggest_for_side(self, config: RadioVaeConfig | RadioDiffConfig, side: int) -> dict[str, Any]:
+        """Return the largest image size up to `side` that every level can halve."""
+        levels = len(config.model.first_stage.multipliers)
+        if isinstance(config, RadioDiffConfig):
+            levels += len(config.model.multipliers) - 1
+        step = 2 ** (levels - 1)
+        return {"data.image_size": max(step, side // step * step)}
+
+
+class SecondGuide(Guide):
+    """Guide to the second stage; training needs a trained first stage, planning does not."""
+
+    small_on_cpu = {**SMALL_SIZE, **SMALL_FIRST_STAGE, **SMALL_UNET}

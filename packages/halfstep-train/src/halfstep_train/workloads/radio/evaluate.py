@@ -41,7 +41,10 @@ from halfstep_train.workloads.radio.maps import (
     ROLE_NAMES,
     RadioFiles,
     RadioTree,
+    Row,
     choose_split,
+    draw_cells,
+    draw_map_sheet,
     open_split,
     read_condition,
     read_gray,
@@ -49,7 +52,6 @@ from halfstep_train.workloads.radio.maps import (
     to_signed,
     to_unsigned,
 )
-from halfstep_train.workloads.radio.pictures import Row, draw_cells, draw_map_sheet
 from halfstep_train.workloads.radio.scores import RadioMetrics, score_maps
 from halfstep_train.workloads.radio.unet import RadioUNet
 from halfstep_train.workloads.radio.vae import RadioVAE

@@ -43,12 +43,12 @@ from halfstep_train.workloads.radio.maps import (
     RadioMaps,
     RadioTree,
     find_data,
+    make_sampler,
     scale_gain,
     to_signed,
     to_unsigned,
 )
 from halfstep_train.workloads.radio.names import drop_loss_weights
-from halfstep_train.workloads.radio.pictures import make_sampler
 from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 

@@ -6,35 +6,45 @@ model has the 31,037,698 parameters of the reference. `classes: 1` is its other 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from halfstep.errors import ConfigError, DataError
+from halfstep.prefetching import send_to_device
 from halfstep_train.data.files import BadFiles, list_some
-from halfstep_train.data.images import USUAL, choose_scale, describe_outliers
+from halfstep_train.data.images import USUAL, choose_scale, describe_outliers, read_image_facts
 from halfstep_train.data.loader import Batch, Samples
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.seeds import BatchDraws, make_generator
 from halfstep_train.models.weights import load_weights_file_
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData, measure_median_size
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Prepare, Workload
-from halfstep_train.workloads.segmentation.augment import augment
-from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.config import UNetAugmentConfig, UNetConfig
 from halfstep_train.workloads.segmentation.data import (
+    IGNORED,
     FoundPairs,
     ImageFormat,
+    MaskTable,
+    MaskValue,
     Scan,
     SegmentationData,
     collect_values,
     find_pairs,
+    make_table,
+    parse_table,
     scan_pairs,
 )
-from halfstep_train.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, make_table, parse_table
+from halfstep_train.workloads.segmentation.pictures import draw_overlay
 from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep_train.workloads.segmentation.unet import UNet
 
@@ -344,3 +354,105 @@ def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Work
 
     model = build_model(config, {**store, "image_size": config.data.image_size})
     return make_workload(config, model, samples, samples, store, prepare)
+
+
+# --- halfstep guide ---
+
+
+class Guide(Guiding):
+    """Guide to segmentation."""
+
+    small_on_cpu = {"data.image_size": 256, "model.base_channels": 16}
+
+    def open(self, config: UNetConfig) -> OpenedData:
+        # Only the data is used; initialising a full-size U-Net would take a second.
+        tiny = config.replace(model={"base_channels": 1})
+        built = build(tiny)
+        assert isinstance(built.train_samples, SegmentationData)
+        pairs = built.train_samples.pairs
+        return OpenedData(
+            train=built.train_samples,
+            val=built.val_samples,
+            store=built.store,
+            classes=tuple(f"mask value {value}" for value in built.store["mask_values"]),
+            notes=built.notes,
+            sides=measure_median_size(len(pairs), lambda index: read_image_facts(pairs[index].image).size[::-1]),
+        )
+
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        return f"sample {index}", draw_overlay(np.moveaxis(sample["image"].numpy(), 0, -1), sample["mask"].numpy())
+
+    def suggest_for_side(self, config: UNetConfig, side: int) -> dict[str, Any]:
+        return {"data.image_size": side}
+
+
+# --- augmentation ---
+#
+# All geometric changes (flip, rotation, scale, crop, elastic) form one sampling grid, so an image is interpolated only
+# once. Random numbers are drawn on the CPU from a key such as (seed, attempted step): the same step sees the same
+# images on any device, and nothing waits for the device. The grid is computed without `affine_grid`, which is a matrix
+# product: TF32 would round positions to half a pixel.
+
+
+ELASTIC_KNOTS = 6
+"""Control points per side of the elastic displacement, which is bicubic in between."""
+
+
+def augment(image: Tensor, mask: Tensor, spec: UNetAugmentConfig, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Augment images (N, C, H, W) in 0..1 and class maps (N, H, W) together; pixels from outside become IGNORED."""
+    num, _, height, width = image.shape
+    drawn = BatchDraws(key, num)
+    # Always draw all numbers, so that enabling one change does not alter the random numbers of the others.
+    draws = drawn.uniform(9)
+    knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
+    numbers = draws.T.contiguous()
+    if spec.flip or spec.rotate_degrees or spec.scale or spec.crop or spec.elastic_pixels:
+        grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
+        if spec.elastic_pixels:
+            limits = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
+            shift = F.interpolate(
+                send_to_device(knots * limits, image.device), (height, width), mode="bicubic", align_corners=True
+            )
+            grid = grid + shift.permute(0, 2, 3, 1)
+        image, mask = _sample(image, mask, grid)
+    if spec.brightness:
+        gain, offset = send_to_device((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
+        image = image * (1 + gain) + offset
+    return image, mask
+
+
+def _draw_affine(numbers: Tensor, spec: UNetAugmentConfig) -> Tensor:
+    """Return matrices (N, 2, 3) that map output positions in -1..1 to input positions."""
+    flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
+    angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)
+    window = (1 - cut * spec.crop) / (1 + (zoom * 2 - 1) * spec.scale)
+    free = cut * spec.crop  # how far the crop can move from the centre, in half images
+    sign_x, sign_y = (1 - 2 * (flip < spec.flip).float() for flip in (flip_x, flip_y))
+    cos, sin = angle.cos() * window, angle.sin() * window
+    shift_x, shift_y = (move_x * 2 - 1) * free, (move_y * 2 - 1) * free
+    rows = [sign_x * cos, -sign_x * sin, shift_x, sign_y * sin, sign_y * cos, shift_y]
+    return torch.stack(rows, dim=1).view(-1, 2, 3)
+
+
+def _make_affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
+    """Return the sampling grid (N, height, width, 2) of affine matrices."""
+    y, x = (
+        ((torch.arange(side, device=affine.device, dtype=torch.float32) + 0.5) * 2 - side) / side
+        for side in (height, width)
+    )
+    # Rotate in pixels, not in the unit square, which would distort images that are not square.
+    ratio = width / height
+    x, y = x.view(1, 1, width), y.view(1, height, 1)
+    a = affine.view(-1, 6, 1, 1)
+    source_x = a[:, 0] * x + a[:, 1] * y / ratio + a[:, 2]
+    source_y = a[:, 3] * x * ratio + a[:, 4] * y + a[:, 5]
+    return torch.stack([source_x, source_y], dim=-1)
+
+
+def _sample(image: Tensor, mask: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Read images bilinearly and masks by nearest neighbour; pixels from outside become IGNORED in masks."""
+    moved = F.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    # Classes below 256 are exact in fp32.
+    classes = F.grid_sample(mask.unsqueeze(1).float(), grid, mode="nearest", padding_mode="border", align_corners=False)
+    is_inside = (grid.abs() <= 1).all(dim=-1)
+    return moved, torch.where(is_inside, classes.squeeze(1), IGNORED).to(mask.dtype)

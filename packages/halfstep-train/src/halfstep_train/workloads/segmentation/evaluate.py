@@ -43,8 +43,14 @@ from halfstep_train.workloads.segmentation.build import (
     to_unit_range,
 )
 from halfstep_train.workloads.segmentation.config import UNetConfig
-from halfstep_train.workloads.segmentation.data import SegmentationData, collect_values, read_planes
-from halfstep_train.workloads.segmentation.masks import make_table, read_mask, to_colour
+from halfstep_train.workloads.segmentation.data import (
+    SegmentationData,
+    collect_values,
+    make_table,
+    read_mask,
+    read_planes,
+    to_colour,
+)
 from halfstep_train.workloads.segmentation.pictures import SheetRow, draw_contact_sheet, draw_overlay
 from halfstep_train.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
 from halfstep_train.workloads.segmentation.unet import compute_receptive_radius

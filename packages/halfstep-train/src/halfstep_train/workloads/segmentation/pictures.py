@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from halfstep_train.workloads.base.sheets import BAND, GAP, Array, draw_table
-from halfstep_train.workloads.segmentation.masks import IGNORED
+from halfstep_train.workloads.segmentation.data import IGNORED
 
 # The seven colours of Okabe and Ito are distinguishable for colour-blind readers: three mark errors, four are the first
 # classes. Each further colour is the farthest (in CIELAB) from those before it, from black and from NO_CLASS; no two

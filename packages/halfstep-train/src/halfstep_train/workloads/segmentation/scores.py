@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep_train.workloads.base.sums import Sums
-from halfstep_train.workloads.segmentation.masks import IGNORED
+from halfstep_train.workloads.segmentation.data import IGNORED
 
 DICE_EPS = 1e-6
 """As in the reference project: a class that is absent from truth and prediction scores exactly 1."""

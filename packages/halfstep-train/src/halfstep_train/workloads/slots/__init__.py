@@ -35,7 +35,7 @@ KIND = slot_kind(
 
 STEVE = slot_kind(
     builder=".build:build_steve",
-    guide=replace(_GUIDE, guide=".guide:SteveGuide"),
+    guide=replace(_GUIDE, guide=".build:SteveGuide"),
     config=SteveConfig,
     synthetic=replace(SYNTHETIC, over=".build:build_steve_on_samples"),
     predict=PredictCommand(".evaluate:StevePredictor", writes_files=True),

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, format_count
@@ -21,6 +22,7 @@ from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import Weights, load_weights_file_, read_weights
+from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import FrozenPart, Group, Scheduled, Workload
 from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_weights_
@@ -28,12 +30,12 @@ from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep_train.workloads.slots.data import (
     ClipData,
     ClipSamples,
+    make_sampler,
     normalise,
     open_clips,
     prepare_masks,
     to_unit_pixels,
 )
-from halfstep_train.workloads.slots.pictures import make_sampler
 from halfstep_train.workloads.slots.scores import (
     SlotMetrics,
     SteveMetrics,
@@ -42,7 +44,7 @@ from halfstep_train.workloads.slots.scores import (
     settle_scale,
     slot_contrast,
 )
-from halfstep_train.workloads.slots.slotcontrast import (
+from halfstep_train.workloads.slots.slot_decoder import (
     SlotContrast,
     SlotContrastWords,
     rename_upstream,
@@ -414,3 +416,59 @@ def draw_word_keys(video: Tensor, key: tuple[int, ...]) -> Batch:
         return drawn.to(torch.int32)
 
     return {"soft_keys": draw_keys("soft words"), "word_keys": draw_keys("words")}
+
+
+# --- halfstep guide ---
+
+
+class SteveGuide(Guiding):
+    """Guide to STEVE, which trains from scratch."""
+
+    small_on_cpu = {
+        "data.image_size": 64,
+        "model.vocabulary": 512,
+        "model.slot_dim": 64,
+        "model.cnn_channels": 32,
+        "model.dim": 64,
+        "model.decoder_blocks": 4,
+    }
+    remarks: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def open(self, config: SteveConfig | SlotContrastConfig) -> OpenedData:
+        clips = open_clips(config.data)
+        height, width = clips.train.videos[0].size
+        form = f"{config.data.chunk_size} frames; the first video has {width}×{height} pixels"
+        masks = "masks to score with" if clips.store["has_masks"] else "no masks: only the loss is validated"
+        return OpenedData(
+            train=clips.train,
+            val=clips.val,
+            store=clips.store,
+            classes=(),
+            about=(*clips.about, ("a clip", f"{form}; {masks}")),
+            notes=clips.notes,
+            remarks=self.remarks,
+        )
+
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        """Draw the middle frame of a clip."""
+        frame = sample["video"][len(sample["video"]) // 2]
+        return f"clip {index}", Image.fromarray(frame.movedim(0, -1).contiguous().numpy())
+
+
+class Guide(SteveGuide):
+    """Guide to SlotContrast, whose features come from a frozen backbone."""
+
+    small_on_cpu = {
+        "data.image_size": 64,
+        "model.backbone": "filters",
+        "model.patch": 8,
+        "model.slot_dim": 32,
+        "model.decoder_hidden": (128, 128),
+    }
+    remarks: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "backbone",
+            "a DINOv2 backbone needs model.backbone_weights=FILE when you train (halfstep downloads nothing); "
+            "model.backbone=filters needs no file, and is for demos",
+        ),
+    )

@@ -40,8 +40,15 @@ from halfstep_train.workloads.slots.build import (
     build_words_model,
 )
 from halfstep_train.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
-from halfstep_train.workloads.slots.data import ClipSamples, choose_steady_crop, compute_crop_box, make_steady_clips
-from halfstep_train.workloads.slots.pictures import draw_sheet, make_views, write_gif
+from halfstep_train.workloads.slots.data import (
+    ClipSamples,
+    choose_steady_crop,
+    compute_crop_box,
+    draw_sheet,
+    make_steady_clips,
+    make_views,
+    write_gif,
+)
 from halfstep_train.workloads.slots.scores import SlotMetrics, SteveMetrics, label_pixels
 from halfstep_train.workloads.slots.steve import Steve
 from halfstep_train.workloads.slots.videos import (
