@@ -21,8 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep_train.data.loader import Samples
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Samples
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import build_workload

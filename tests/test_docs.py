@@ -20,7 +20,7 @@ from doc_pages import PAGES, ROOT, Shown, after_halfstep, blocks, commands, inli
 from halfstep_train.cli.main import build_app, main, normalise_dashes
 from halfstep_train.config.aliases import KEY_ALIASES, PRECISION_KEYS
 from halfstep_train.config.statements import find_open_section, list_fields, list_sections
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.guide.guide import QUESTIONS, read_answers
 from halfstep_train.workloads import KINDS, load
 

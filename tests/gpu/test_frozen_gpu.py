@@ -12,7 +12,7 @@ from halfstep.hardware.probe import probe
 from halfstep.step import tables as tabulated
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.data import noise
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine
 from halfstep_train.workloads import from_dict

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.loader import make_generator
 from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.base.workload import Batch, Workload
 

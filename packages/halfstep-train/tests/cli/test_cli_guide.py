@@ -49,7 +49,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes little memory: a trace takes seconds, and is no part of what is asked and answered."""
     cheap = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**6)
-    monkeypatch.setattr("halfstep_train.guide.suggest.predict_step_cost", lambda *given: cheap)
+    monkeypatch.setattr("halfstep_train.guide.guide.predict_step_cost", lambda *given: cheap)
 
 
 def assert_nothing_is_left(place: Path) -> None:

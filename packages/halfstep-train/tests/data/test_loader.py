@@ -23,8 +23,8 @@ from halfstep_train.data.loader import (
     WholeBatches,
     WorkerBatches,
     implements,
+    make_generator,
 )
-from halfstep_train.data.seeds import make_generator
 from warm_processes import process
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep_train.data import noise
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 
 CPU = torch.device("cpu")
 

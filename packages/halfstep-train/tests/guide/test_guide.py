@@ -18,24 +18,22 @@ from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep_train.guide.guide import (
+    ORDER,
     QUESTIONS,
     TASK,
     Question,
-    add_task,
-    read_answers,
-)
-from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
-from halfstep_train.guide.suggest import (
-    ORDER,
     Situation,
+    add_task,
     choose_batch,
     choose_learning_rate,
     describe_length,
     make_suggestions,
+    read_answers,
 )
+from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep_train.run.memory.sizing import StepCost, predict_step_cost
 from halfstep_train.workloads import from_dict, load
-from halfstep_train.workloads.base.guiding import OpenedData
+from halfstep_train.workloads.base.using import OpenedData
 from halfstep_train.workloads.classification import build as image_classification
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.demo import write_demo
@@ -79,7 +77,7 @@ def traced_once() -> Iterator[None]:
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfstep_train.guide.suggest.predict_step_cost", cost)
+        patch.setattr("halfstep_train.guide.guide.predict_step_cost", cost)
         yield
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import frozen_workload
 from halfstep_train.data import noise
-from halfstep_train.data.loader import Loader
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Loader
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.validate import validate

@@ -17,7 +17,7 @@ from torch.nn.functional import interpolate
 
 import halfstep as hs
 import tiny_workload
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.loader import make_generator
 from halfstep_train.run.checkpoint import Checkpoint
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.train import train

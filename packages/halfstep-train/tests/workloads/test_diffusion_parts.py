@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.run.memory.traceable_step import build_traceable_step
 from halfstep_train.workloads.base.frozen_vae import (
     CachedLatents,
@@ -27,8 +27,7 @@ from halfstep_train.workloads.diffusion.build import check_steps, draw_path, mak
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
 from halfstep_train.workloads.diffusion.diffusers_nets import CODEC, open_net
 from halfstep_train.workloads.diffusion.evaluate import measure_distances, open_features, set_sampling
-from halfstep_train.workloads.diffusion.latents import pick_images
-from halfstep_train.workloads.diffusion.networks import ClassConditions, open_text
+from halfstep_train.workloads.diffusion.networks import ClassConditions, open_text, pick_images
 from halfstep_train.workloads.diffusion.noise_schedule import (
     NUM_BUCKETS,
     NoiseDraws,

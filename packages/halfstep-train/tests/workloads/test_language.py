@@ -25,18 +25,18 @@ from halfstep_train.use.predict import predict
 from halfstep_train.workloads import load
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.language.config import LanguageConfig
-from halfstep_train.workloads.language.demo import BRACKETS, DEEPEST, write_demo
-from halfstep_train.workloads.language.gpt2 import GPT2, build_gpt2
-from halfstep_train.workloads.language.gpt2_weights import save_gpt2
-from halfstep_train.workloads.language.tokenizers import Bpe
-from halfstep_train.workloads.language.writing import (
+from halfstep_train.workloads.language.build import (
     Sampling,
     compute_probabilities,
     continue_text,
     draw_token,
     write_tokens,
 )
+from halfstep_train.workloads.language.config import LanguageConfig
+from halfstep_train.workloads.language.demo import BRACKETS, DEEPEST, write_demo
+from halfstep_train.workloads.language.gpt2 import GPT2, build_gpt2
+from halfstep_train.workloads.language.gpt2_weights import save_gpt2
+from halfstep_train.workloads.language.tokenizers import Bpe
 from tiny_runs import Told
 from whole_runs import final_state, resume
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import RunReport

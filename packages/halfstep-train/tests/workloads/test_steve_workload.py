@@ -16,8 +16,7 @@ from golden import golden
 from halfstep.hardware.probe import probe
 from halfstep.precision.contexts import simulate
 from halfstep.step.schedule import ScheduleOptions, build_schedule
-from halfstep_train.data.loader import Batch, Loader
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Batch, Key, Loader
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import apply_settled, assemble, build_workload, decide_plan

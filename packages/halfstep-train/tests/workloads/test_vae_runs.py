@@ -24,7 +24,7 @@ from halfstep_train.workloads import load as load_settings
 from halfstep_train.workloads.base import vae_trainer
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.diffusion import vae as autoencoder
-from halfstep_train.workloads.diffusion.export import measure_scale
+from halfstep_train.workloads.diffusion.build import measure_scale
 from tiny_training import assert_same_bits
 from whole_runs import newest, resume, stored_lines
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep_train.data.loader import Loader
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Loader
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import build_workload

@@ -24,7 +24,7 @@ from halfstep.step.randomness import seed_everything
 from halfstep.step.tables import write_values_
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, ScalerConfig
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.report.config_view import format_setting
 from halfstep_train.run.assemble import build_workload, provide_data
 from halfstep_train.run.memory.sizing import predict_step_cost

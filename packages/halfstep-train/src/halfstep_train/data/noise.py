@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -10,8 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from halfstep.errors import DataError
 from halfstep_train.data.files import OnBadFile, list_some
 from halfstep_train.workloads import KINDS, from_dict
-from halfstep_train.workloads.base.guiding import Guiding, OpenedData, spread_indices
-from halfstep_train.workloads.base.using import use_folder
+from halfstep_train.workloads.base.using import Guiding, OpenedData, spread_indices, use_folder
 
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
 CELL, GAP, BAND = 160, 6, 20

@@ -30,7 +30,7 @@ from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import GuardedStep
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.kernels.fast_forms import allow_chains
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, count_parts, describe_halving, split_window

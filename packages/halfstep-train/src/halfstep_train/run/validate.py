@@ -21,8 +21,7 @@ from halfstep.prefetching import prefetch
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import GuardedStep
-from halfstep_train.data.loader import Loader
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Loader
 from halfstep_train.run.memory.out_of_memory import count_parts, split_window
 from halfstep_train.tune.channels_last import match_layout
 from halfstep_train.workloads.base.workload import Batch, Workload

@@ -22,8 +22,7 @@ from halfstep.precision.plan import Plan
 from halfstep.step.randomness import choose_algorithms
 from halfstep.step.tables import Value, write_values_
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.loader import Loader, Samples
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Loader, Samples
 from halfstep_train.report.results import EvaluationResult
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import build_workload, place_model

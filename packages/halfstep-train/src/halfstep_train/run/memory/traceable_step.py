@@ -44,8 +44,7 @@ from halfstep.step.optim.adamw_bf16 import AdamWBf16, split_for_memory
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.loader import TensorSamples
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, TensorSamples
 from halfstep_train.kernels.fast_forms import force, pretend_launches
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import build_workload, configure_phase, has_parameter

@@ -19,7 +19,7 @@ from halfstep_train.config.schema import RunConfig, is_import_path, make_unknown
 from halfstep_train.workloads.base.import_path import check_call_form, import_callable
 
 if TYPE_CHECKING:
-    from halfstep_train.workloads.base.guiding import Guiding
+    from halfstep_train.workloads.base.using import Guiding
     from halfstep_train.workloads.base.workload import Batch, Workload
 
 Part = str | Callable[..., Any]

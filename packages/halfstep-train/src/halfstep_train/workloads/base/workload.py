@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, make_printable
 from halfstep.islands import fp32_island
-from halfstep_train.data.loader import Samples
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Samples
 
 Batch = dict[str, Tensor]
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.prefetching import send_to_device
 from halfstep_train.data.image_samples import PIXELS_PER_READING
-from halfstep_train.data.seeds import BatchDraws
+from halfstep_train.data.loader import BatchDraws
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

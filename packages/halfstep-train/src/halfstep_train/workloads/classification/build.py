@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
-from halfstep_train.data.loader import Batch, Samples
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.loader import Batch, Samples, make_generator
 from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE, ViT, build_vit, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
-from halfstep_train.workloads.base.guiding import Guiding, OpenedData, choose_side, measure_median_size, read_size
 from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.using import Guiding, OpenedData, choose_side, measure_median_size, read_size
 from halfstep_train.workloads.base.workload import Prepare, Workload
 from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, prepare_images
 from halfstep_train.workloads.classification.config import (

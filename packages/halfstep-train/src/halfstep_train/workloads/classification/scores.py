@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.prefetching import send_to_device
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.workloads.base.sums import Sums
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 

@@ -23,7 +23,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import IMAGE_ENDINGS, list_some
 from halfstep_train.data.image_samples import crop_centre
 from halfstep_train.data.images import open_image_file
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key
 from halfstep_train.report.results import Answer, Cell, Failure
 from halfstep_train.report.run_report import Bar
 from halfstep_train.workloads.base.kind import Store

@@ -29,7 +29,7 @@ KIND = Kind.from_package(
     ),
     evaluate=EvaluateCommand(".build:LanguageEvaluation"),
     predict=PredictCommand(
-        ".predict:Writer",
+        ".build:Writer",
         options=(
             Option("prompt", str, "", "Beginning of the text"),
             Option("tokens", int, 256, "Largest number of tokens to write", least=1),

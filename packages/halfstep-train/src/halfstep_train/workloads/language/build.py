@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,26 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
-from halfstep.errors import DataError, ModelError
+from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.islands import fp32_island
 from halfstep.tensor_files import LazyTensors
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.loader import Batch, Samples
-from halfstep_train.data.seeds import Key, make_generator
+from halfstep_train.data.loader import Batch, Key, Samples, make_generator
 from halfstep_train.models.initial_values import skip_initialisation
+from halfstep_train.report.results import Answer, Failure
+from halfstep_train.report.run_report import Bar
 from halfstep_train.workloads import get_model_name
-from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sums import Sums
-from halfstep_train.workloads.base.using import PlainEvaluation, use_folder
+from halfstep_train.workloads.base.using import (
+    Guiding,
+    Input,
+    OpenedData,
+    PlainEvaluation,
+    PredictRequest,
+    TrainedModel,
+    use_folder,
+)
 from halfstep_train.workloads.base.workload import Sample, Workload
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import (
@@ -37,8 +46,136 @@ from halfstep_train.workloads.language.data import (
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep_train.workloads.language.texts import Tokens, TokenSamples
-from halfstep_train.workloads.language.tokenizers import Bpe, Tokenizer, save_tokenizer
-from halfstep_train.workloads.language.writing import Sampling, continue_text
+from halfstep_train.workloads.language.tokenizers import Bpe, Characters, Tokenizer, save_tokenizer
+
+# --- writing texts ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Settings for drawing the next token."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 always chooses the most probable token."""
+    top_k: int = 0
+    """Draw only from this many of the most probable tokens; 0: all."""
+    top_p: float = 1.0
+    """Draw only from the most probable tokens whose probabilities sum up to this."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"cannot sample with temperature {self.temperature:g}, top-k {self.top_k}, top-p {self.top_p:g}",
+                why="temperature and top-k are 0 or more, and finite; top-p is above 0 and at most 1",
+                fix="--temperature 0.8 --top-k 200 --top-p 0.95",
+            )
+
+
+def compute_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return probabilities (N, vocab) in fp32 after temperature, top-k and top-p, in this order."""
+    with fp32_island():
+        logits = logits.float()
+        if sampling.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        # The largest stays finite at tiny temperatures.
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+        if 0 < sampling.top_k < logits.shape[-1]:
+            least = logits.topk(sampling.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        if sampling.top_p < 1:
+            logits = _drop_tail(logits, sampling.top_p)
+        return logits.softmax(-1)
+
+
+def _drop_tail(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens whose probabilities reach `top_p`; at least one token."""
+    ordered, order = logits.sort(descending=True)
+    probabilities = ordered.softmax(-1)
+    is_tail = probabilities.cumsum(-1) - probabilities >= top_p
+    return logits.masked_fill(torch.zeros_like(is_tail).scatter(-1, order, is_tail), float("-inf"))
+
+
+def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, end: int | None) -> Iterator[int]:
+    """Yield tokens after `start` (T,), until the end of the document or `num_tokens`.
+
+    Keys and values of earlier tokens are cached. When the context is full, generation continues from its last half.
+    Tokens are drawn on the CPU, each from its own key: a text depends only on the seed and the probabilities.
+    """
+    context, caches = model.size.context, model.make_caches()
+    seen = start[-context:].tolist()
+    # `fresh` are the tokens whose keys and values are not cached yet.
+    fresh = seen
+    for number in range(num_tokens):
+        if len(seen) > context:
+            seen = seen[-max(1, context // 2) :]
+            fresh, caches = seen, model.make_caches()
+        logits = model.compute_next_logits(torch.tensor([fresh], device=start.device), caches)
+        token = draw_token(compute_probabilities(logits[0], sampling), sampling.seed, number)
+        yield token
+        if token == end:
+            return
+        seen, fresh = [*seen, token], [token]
+
+
+def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
+    """Draw token `number` of a text by inverting the cumulative probabilities at a uniform draw from (seed, number)."""
+    total = probabilities.double().cpu().cumsum(0)
+    draw = torch.rand((), dtype=torch.float64, generator=make_generator(seed, number)) * total[-1]
+    return int(torch.searchsorted(total, draw, right=True).clamp(max=len(total) - 1))
+
+
+def continue_text(model: GPT2, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling) -> str:
+    """Return the text that the model writes after a prompt; without one, after the end of a document or a line
+    break."""
+    ids = tokenizer.encode(prompt or _choose_beginning(tokenizer), source="the prompt").tolist()
+    start = torch.tensor(ids or [tokenizer.end or 0], device=model.transformer.wte.weight.device)
+    new = list(write_tokens(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))
+    # Many tokenizers drop a leading space when decoding, so decode the new tokens together with the prompt.
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new)
+
+
+def _choose_beginning(tokenizer: Tokenizer) -> str:
+    if tokenizer.end is not None:
+        return ""
+    return "\n" if not isinstance(tokenizer, Characters) or "\n" in tokenizer.alphabet else ""
+
+
+# --- halfstep predict ---
+
+
+class Writer:
+    """Predictor that writes texts."""
+
+    endings = ()
+
+    def __init__(self, config: LanguageConfig, store: Store) -> None:
+        self.model = build_model(config, store)
+        tokenizer = load_stored_tokenizer(store)
+        if tokenizer is None:
+            raise DataError(
+                "this run has no tokenizer: it was trained on token ids",
+                why="without one, text and ids cannot be converted",
+                fix="train with data.tokenizer=tiktoken:gpt2, or with the tokenizer.json those ids were made with",
+            )
+        self.tokenizer: Tokenizer = tokenizer
+
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        options = request.options
+        bar.total = options["num"]
+        model, prompt = trained.model, options["prompt"]
+        assert isinstance(model, GPT2)
+        for number in range(options["num"]):
+            settings = {name: options[name] for name in ("temperature", "top_k", "top_p")}
+            sampling = Sampling(**settings, seed=options["seed"] + number)
+            with trained.inference():
+                new = continue_text(model, self.tokenizer, prompt, num_tokens=options["tokens"], sampling=sampling)
+            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + new}
+            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + new})
+
 
 # --- scores ---
 

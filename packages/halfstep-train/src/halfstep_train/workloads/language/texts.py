@@ -42,7 +42,7 @@ from halfstep_train.data.files import (
     list_some,
     make_natural_key,
 )
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.loader import make_generator
 from halfstep_train.workloads.language.tokenizers import Characters, Tokenizer, identify
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")

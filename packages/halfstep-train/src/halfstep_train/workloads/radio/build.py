@@ -18,13 +18,12 @@ from halfstep.errors import format_count
 from halfstep.islands import in_fp32
 from halfstep.recompute import set_recompute
 from halfstep_train.data import noise
-from halfstep_train.data.loader import Batch, Samples
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.loader import Batch, Samples, make_generator
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
-from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.using import Guiding, OpenedData
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio.config import (
     SMALL_FIRST_STAGE,

@@ -15,8 +15,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError, DataError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import BadFiles
-from halfstep_train.data.loader import Loader
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Loader
 from halfstep_train.report.results import Answer, Failure
 from halfstep_train.report.run_report import Bar
 from halfstep_train.workloads.base.kind import Store

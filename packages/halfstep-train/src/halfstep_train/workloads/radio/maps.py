@@ -31,8 +31,8 @@ from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder, run_in_threads
 from halfstep_train.data.images import read_image, read_image_facts, to_bytes
+from halfstep_train.data.loader import make_generator
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
-from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.base.sheets import draw_table
 from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
 from halfstep_train.workloads.radio.config import RadioDataConfig

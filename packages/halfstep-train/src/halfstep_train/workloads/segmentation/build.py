@@ -23,11 +23,10 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.prefetching import send_to_device
 from halfstep_train.data.files import BadFiles, list_some
 from halfstep_train.data.images import USUAL, choose_scale, describe_outliers, read_image_facts
-from halfstep_train.data.loader import Batch, Samples
-from halfstep_train.data.seeds import BatchDraws, make_generator
+from halfstep_train.data.loader import Batch, BatchDraws, Samples, make_generator
 from halfstep_train.models.weights import load_weights_file_
-from halfstep_train.workloads.base.guiding import Guiding, OpenedData, measure_median_size
 from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.using import Guiding, OpenedData, measure_median_size
 from halfstep_train.workloads.base.workload import Prepare, Workload
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig, UNetConfig
 from halfstep_train.workloads.segmentation.data import (

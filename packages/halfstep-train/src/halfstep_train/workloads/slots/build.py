@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, format_count
 from halfstep_train.data import noise
-from halfstep_train.data.loader import Batch, Samples
-from halfstep_train.data.seeds import make_generator
+from halfstep_train.data.loader import Batch, Samples, make_generator
 from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import Weights, load_weights_file_, read_weights
-from halfstep_train.workloads.base.guiding import Guiding, OpenedData
 from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.using import Guiding, OpenedData
 from halfstep_train.workloads.base.workload import FrozenPart, Group, Scheduled, Workload
 from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig, SteveConfig, WordsConfig

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep_train.data.loader import Loader
-from halfstep_train.data.seeds import Key
+from halfstep_train.data.loader import Key, Loader
 from halfstep_train.workloads.base.workload import Batch, Workload
 from halfstep_train.workloads.slots.scores import SlotMetrics
 

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep.islands import to_fp32
 from halfstep_train.data.files import Array, BadFiles
-from halfstep_train.data.loader import Batch
-from halfstep_train.data.seeds import Key, make_generator
+from halfstep_train.data.loader import Batch, Key, make_generator
 from halfstep_train.workloads.base.sheets import arrange_grid
 from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
 from halfstep_train.workloads.segmentation.pictures import CLASS_COLOURS
