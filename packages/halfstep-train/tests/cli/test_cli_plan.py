@@ -62,11 +62,13 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_what_fits_and_wh
         (("--precision", "fp7"), "unknown precision 'fp7'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
         (("--memory", "--ranks", "99"), "--ranks 99 does not fit train.batch_size"),
+        (("--memory", "data.image_size=100000000000000"), "must be less than or equal to 1000000000000"),
+        (("--memory", "data.image_size=10000000000"), "Storage size calculation overflowed"),
     ],
 )
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["plan", "unet", *SMALL, *words])
+        main(["plan", "unet", *SMALL[1:], *words])
     assert stopped.value.code == 2 or stopped.value.code == 1
     assert said in " ".join(capsys.readouterr().err.split())
 

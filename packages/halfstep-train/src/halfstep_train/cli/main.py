@@ -187,13 +187,13 @@ def explain_os_error(error: OSError) -> HalfstepError:
 
 def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
     """Return the error for sizes that do not fit into the host's memory; raise other RuntimeErrors, which are bugs."""
-    # torch reports a failed allocation on the CPU as a RuntimeError.
-    asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
+    # torch reports a failed allocation on the CPU, and a size beyond 64 bits, as a RuntimeError.
+    asked = re.search(r"tried to allocate \d+ bytes|(Storage size|integer multiplication).* overflow.*", str(error))
     if asked is None and not isinstance(error, MemoryError):
         raise error
     return MemoryLimitError(
         "out of memory: this batch, image size or model does not fit into this machine's memory",
-        why=asked[1] if asked else str(error).strip().split("\n")[-1],
+        why=asked[0] if asked else str(error).strip().split("\n")[-1],
         fix="use a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
     )
 

@@ -79,7 +79,9 @@ def read_off_as_zero(value: object) -> object:
     return 0 if value is None or value is False else value
 
 
-OffCount = Annotated[int, Field(ge=0), BeforeValidator(read_off_as_zero)]
+LARGEST_COUNT = 10**12
+"""Larger counts are mistakes, and torch cannot take numbers of more than 64 bits."""
+OffCount = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(read_off_as_zero)]
 """A count where 0 means off."""
 OffNumber = Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)]
 """A number where 0 means off."""
@@ -92,7 +94,7 @@ MAY_BE_MISSING = "may be missing"
 FilePath = Annotated[str | None, IS_PATH]
 NamedPath = Annotated[Annotated[str, Field(min_length=1)] | None, IS_PATH]
 CachePath = Annotated[NamedPath, MAY_BE_MISSING]
-PositiveCount = Annotated[int, Field(ge=1)]
+PositiveCount = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 
 
 def setting(default: Any, description: str, **limits: Any) -> Any:
