@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -32,19 +31,16 @@ def test_masks_are_written_and_told_of(unet: Path, tmp_path: Path, capsys: pytes
     assert "exists already" in error
 
 
-def test_classes_come_as_table_csv_and_json(resnet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pictures, table = resnet / "data" / "val" / "rings_fine", tmp_path / "answers.csv"
-    code, text, _ = run_command(capsys, "predict", str(resnet), str(pictures), "--csv", str(table), "--top_k", "2")
+def test_classes_come_as_table_and_json(resnet: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = resnet / "data" / "val" / "rings_fine"
+    code, text, _ = run_command(capsys, "predict", str(resnet), str(pictures), "--top_k", "2")
     assert code == 0
     assert str(pictures / "000.jpg") in text
-    rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert list(rows[0]) == ["file", "class 1", "probability 1", "class 2", "probability 2"]
-    assert len(rows) == 20
     code, text, _ = run_command(capsys, "predict", str(resnet), str(pictures), "--json", "--top-k", "2")
     found = json.loads(text)["predictions"]
     assert code == 0
-    assert [row["file"] for row in rows] == [answer["file"] for answer in found]
-    assert [float(row["probability 1"]) for row in rows] == [answer["top"][0]["probability"] for answer in found]
+    assert len(found) == 20
+    assert all(len(answer["top"]) == 2 for answer in found)
 
 
 def test_a_bad_file_is_counted_and_gives_exit_code_1(
@@ -63,8 +59,6 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
-        (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "cannot be written"),
         (("RUN", "RUN/data", "--tile", "100"), "resnet18 has no option --tile 100"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep_train.cli.options import Json, RunFolder, add_use_options, option, refuse_bad_run, refuse_to_overwrite
+from halfstep_train.cli.options import Json, RunFolder, add_use_options, option, refuse_bad_run
 
 
 @add_use_options
@@ -26,7 +26,6 @@ def command(
             show_default="RUN/predictions",
         ),
     ] = None,
-    csv: Annotated[Path | None, option("Also write the table to a new file.", metavar="FILE")] = None,
     as_json: Json = False,
     **how: Any,
 ) -> None:
@@ -41,7 +40,7 @@ def command(
 
         halfstep predict runs/unet-20250101-120000 photos/ --out predicted
 
-        halfstep predict runs/resnet50 cat.jpg photos/ --top-k 3 --csv answers.csv
+        halfstep predict runs/resnet50 cat.jpg photos/ --top-k 3
     """
     from halfstep_train.run.folder import UNFINISHED
 
@@ -50,18 +49,15 @@ def command(
     from rich.console import Console
 
     from halfstep_train.report.console import open_result_console
-    from halfstep_train.report.results import show_predictions, write_csv
+    from halfstep_train.report.results import show_predictions
     from halfstep_train.report.run_report import RunReport
     from halfstep_train.use.predict import predict
     from halfstep_train.workloads.base.using import PredictRequest
 
-    refuse_to_overwrite({"--csv": csv})
     # Progress and warnings go to stderr, so that stdout can be piped.
     report = RunReport(run, console=Console(stderr=True))
     request = PredictRequest(out=out, options=context.obj)
     made = predict(run, inputs or [], report=report, request=request, **how)
-    if csv:
-        write_csv(made, csv)
     if as_json:
         typer.echo(made.to_json())
     else:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -115,20 +113,16 @@ SHOWN_FILES = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The result for one file in three forms; each has the same columns for every file of a call."""
+    """The result for one file in two forms; each has the same columns for every file of a call."""
 
     file: str
     found: Mapping[str, Any]
     """For JSON."""
-    cells: Mapping[str, Cell] = field(default_factory=dict)
-    """For CSV; default: `found`."""
     brief: Mapping[str, str] = field(default_factory=dict)
     """For the console; default: `found`."""
 
     def __post_init__(self) -> None:
-        plain = {name: value if isinstance(value, str | float) else str(value) for name, value in self.found.items()}
-        object.__setattr__(self, "cells", self.cells or plain)
-        object.__setattr__(self, "brief", self.brief or {name: str(value) for name, value in plain.items()})
+        object.__setattr__(self, "brief", self.brief or {name: str(value) for name, value in self.found.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +142,7 @@ class Predictions(UsedRun):
     out: str | None = None
 
     def to_json(self) -> str:
-        """Return all fields except the cells as JSON."""
+        """Return all fields as JSON."""
         whole = asdict(self)
         whole["predictions"] = [{"file": answer.file, **answer.found} for answer in self.answers]
         return dump_json({name: value for name, value in whole.items() if name != "answers"})
@@ -176,12 +170,3 @@ def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
     }
-
-
-def write_csv(made: Predictions, path: Path) -> None:
-    """Write one line per file after a title line, with numbers in full precision."""
-    rows = [_make_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
-    with path.open("x", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["file"])
-        table.writeheader()
-        table.writerows(rows)

@@ -198,11 +198,7 @@ class ClassPredictor:
 
     def _make_answer(self, item: Input, probabilities: list[float], top_k: int) -> Answer:
         best = sorted(range(len(probabilities)), key=lambda k: (-probabilities[k], k))[:top_k]
-        cells: dict[str, str | float] = {}
-        for rank, k in enumerate(best, start=1):
-            cells |= {f"class {rank}": self.names[k], f"probability {rank}": probabilities[k]}
         top = [{"class": self.classes[k], "title": self.names[k], "probability": probabilities[k]} for k in best]
         first, *others = [f"{self.names[k]} {probabilities[k]:.1%}" for k in best]
-        return Answer(
-            file=str(item.path), found={"top": top}, cells=cells, brief={"answer": first, "then": ", ".join(others)}
-        )
+        brief = {"answer": first, "then": ", ".join(others)}
+        return Answer(file=str(item.path), found={"top": top}, brief=brief)

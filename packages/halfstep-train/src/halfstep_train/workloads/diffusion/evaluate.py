@@ -276,6 +276,5 @@ class PicturePredictor(FilePredictor):
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
         both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
         file = save_picture(both, request.out / item.name.with_suffix(".png"))
-        cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"image and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
-        return Answer(file=str(item.path), found=cells, brief=brief)
+        return Answer(file=str(item.path), found={"picture": str(file), "psnr": psnr}, brief=brief)

@@ -245,7 +245,6 @@ def _write_answer(
     return Answer(
         file=str(item.path),
         found={**written, **scores},
-        cells={**written, **{name: f"{value:.4f}" for name, value in scores.items()}},
         brief={"picture": written["picture"], **({"NMSE": f"{scores['nmse']:.4f}"} if scores else {})},
     )
 

@@ -224,7 +224,6 @@ class MaskPredictor:
         return Answer(
             file=str(item.path),
             found={**files, "shares": shares},
-            cells={**files, **{f"share of {value}": share for value, share in shares.items()}},
             brief={"mask": str(mask), "share of each mask value": listed},
         )
 

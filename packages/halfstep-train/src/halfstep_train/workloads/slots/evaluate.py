@@ -261,7 +261,6 @@ def _make_answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
     return Answer(
         file=str(source),
         found={"gifs": gifs, "shares": shares},
-        cells={"gif": gifs[0], **shares},
         brief={"gif": shown, "in use": format_count(num_used, "slot")},
     )
 
