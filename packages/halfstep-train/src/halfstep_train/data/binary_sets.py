@@ -47,15 +47,15 @@ def _read_images(paths: list[Path]) -> StoredImages:
 def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     values = np.fromfile(path, dtype=np.uint8)
     if values.size == 0 or values.size % ROW_BYTES:
-        raise DataError(
-            f"{path} has {values.size:,} bytes, not a multiple of {ROW_BYTES}",
-            why="it is truncated, or not a binary batch",
-            fix="download it again",
-        )
+        raise _make_broken_error(path, f"it has {values.size:,} bytes, not a multiple of {ROW_BYTES}")
     rows = values.reshape(-1, ROW_BYTES)
     if rows[:, 0].max() >= len(CLASSES):
-        raise DataError(f"{path} has a label of {rows[:, 0].max()}", why=f"there are {len(CLASSES)} classes")
+        raise _make_broken_error(path, f"it has a label of {rows[:, 0].max()}, and there are {len(CLASSES)} classes")
     return rows
+
+
+def _make_broken_error(path: Path, why: str) -> DataError:
+    return DataError(f"cannot read {path}", why=why, fix="download it again")
 
 
 FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")
@@ -75,20 +75,16 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
     train, test = (_read_idx_images(folder, part) for part in (TRAIN, TEST))
     num_classes = int(train.labels.max()) + 1
     if int(test.labels.max()) >= num_classes:
-        raise DataError(
-            f"{folder}: a test label is {int(test.labels.max())}", why=f"training has {num_classes} classes"
-        )
+        raise _make_broken_error(folder, f"a test label is {int(test.labels.max())}, but training has {num_classes}")
     return tuple(str(number) for number in range(num_classes)), train, test
 
 
 def _read_idx_images(folder: Path, part: str) -> StoredImages:
     pixels, labels = (_read_idx_array(folder, part, kind, axes) for kind, axes in (("images", 3), ("labels", 1)))
     if len(pixels) != len(labels) or len(pixels) == 0:
-        raise DataError(f"{folder} has {len(pixels)} {part} images and {len(labels)} labels", fix="download it again")
+        raise _make_broken_error(folder, f"it has {len(pixels)} {part} images and {len(labels)} labels")
     if pixels.shape[1] != pixels.shape[2]:
-        raise DataError(
-            f"the images in {folder} have {pixels.shape[2]}×{pixels.shape[1]} pixels", why="they must be square"
-        )
+        raise _make_broken_error(folder, f"images of {pixels.shape[2]}×{pixels.shape[1]} pixels are not square")
     gray = torch.from_numpy(pixels).unsqueeze(-1)
     return StoredImages(
         pixels=gray.expand(-1, -1, -1, 3),  # no copy: each channel is the same memory
@@ -112,13 +108,10 @@ def _read_idx_array(folder: Path, part: str, kind: str, axes: int) -> Array:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}", why=str(error), fix="download it again") from error
+        raise _make_broken_error(path, str(error)) from error
     # The idx header: two zero bytes, the type code, the number of axes, then each length as a big-endian uint32.
     shape = np.frombuffer(content[4 : 4 + 4 * axes], dtype=">u4").astype(np.int64)
     if content[:4] != bytes([0, 0, BYTES, axes]) or len(content) != 4 + 4 * axes + int(shape.prod()):
-        raise DataError(
-            f"{path} is not an idx file of {axes} axes, or is truncated",
-            why=f"it starts with {content[:4].hex()} and has {len(content):,} bytes",
-            fix="download it again",
-        )
+        begin = f"it starts with {content[:4].hex()} and has {len(content):,} bytes"
+        raise _make_broken_error(path, f"it is not an idx file of {axes} axes, or is truncated: {begin}")
     return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape).copy()

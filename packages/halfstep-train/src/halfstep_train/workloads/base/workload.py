@@ -240,17 +240,13 @@ def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> No
     """Refuse a frozen module that is also part of the model, by name or by weights."""
     trained = {id(parameter) for parameter in model.parameters()}
     for name, part in frozen.items():
-        if name in dict(model.named_children()):
+        has_weights = any(id(parameter) in trained for parameter in part.module.parameters())
+        if has_weights or name in dict(model.named_children()):
+            held = "weights of" if has_weights else "a module with the name of"
             raise ConfigError(
-                f"{name!r} names a frozen part and a module of {type(model).__name__}",
-                why="precision.modules could mean either",
-                fix="give one of them another name",
-            )
-        if any(id(parameter) in trained for parameter in part.module.parameters()):
-            raise ConfigError(
-                f"{type(model).__name__} contains weights of the frozen part {name!r}",
-                why="they would be trained, averaged and stored with the model",
-                fix="do not make the frozen part a submodule of the model; let the workload's forward refer to it",
+                f"{type(model).__name__} contains {held} the frozen part {name!r}",
+                why="a frozen part is neither trained nor stored, and precision.modules must tell it from the model",
+                fix="give it another name, and let the workload's forward refer to it instead of making it a submodule",
             )
 
 

@@ -214,43 +214,31 @@ def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module
         )
     make = import_callable(settings.path, what="model.path", form="callable(**model.options) -> nn.Module")
     options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **settings.options}
-    try:
+    size = get_evaluation_size(config.data)
+    try:  # with one image, so that a mistake is found before training
         model: nn.Module = make(**options)
-    except TypeError as error:
+        was_training = model.training
+        with torch.no_grad():
+            shape = tuple(model.eval()(torch.zeros(1, 3, size, size)).shape)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{settings.path} cannot be called with {options}",
-            why=str(error),
-            fix="set its keyword arguments in model.options",
+            f"{settings.path} called with {options} cannot classify an image of 3×{size}×{size}",
+            why=summarise_error(error),
+            fix="return an nn.Module with logits (1, classes); set keyword arguments in model.options",
         ) from error
-    _check_logits(model, settings.path, num_classes, get_evaluation_size(config.data))
-    return model
+    if shape != (1, num_classes):
+        raise ModelError(
+            f"{settings.path} gives {shape} for one image, but the data has {num_classes} classes",
+            why="it must return logits of shape (1, classes)",
+            fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
+        )
+    return model.train(was_training)
 
 
 def _accepts(make: Any, name: str) -> bool:
     """True if a callable accepts a keyword argument of this name."""
     parameters = inspect.signature(make).parameters.values()
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def _check_logits(model: object, path: str, num_classes: int, size: int) -> None:
-    """Check the output of a custom model for one image before training."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{path} gives a {type(model).__name__}, not a model", fix="return an nn.Module")
-    was_training = model.training
-    try:
-        with torch.no_grad():
-            logits = model.eval()(torch.zeros(1, 3, size, size))
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=summarise_error(error)) from error
-    finally:
-        model.train(was_training)
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if shape != (1, num_classes):
-        raise ModelError(
-            f"{path} gives {shape} for one image, but the data has {num_classes} classes",
-            why="it must return logits of shape (1, classes)",
-            fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
-        )
 
 
 IMAGENET_CLASSES = 1000

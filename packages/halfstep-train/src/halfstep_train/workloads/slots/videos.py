@@ -298,21 +298,17 @@ def read_array_header(path: Path, member: tarfile.TarInfo) -> StoredArray:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)
             start = file.tell()
+        if dtype.hasobject or is_fortran:
+            raise ValueError(f"it contains {'Python objects' if dtype.hasobject else 'columns (Fortran order)'}")
+        needed = start - member.offset_data + math.prod(shape) * dtype.itemsize
+        if needed > member.size:
+            raise ValueError(f"it is truncated: {member.size:,} of {needed:,} bytes")
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
-            f"{name} is not a .npy array",
+            f"{name} is not a plain .npy array",
             why=summarise_error(error),
-            fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
+            fix="write it again: np.save(f, np.ascontiguousarray(a)), or leave it out: data.on_bad_file=skip",
         ) from error
-    if dtype.hasobject or is_fortran:
-        what = "Python objects, which only unpickling could read" if dtype.hasobject else "columns (Fortran order)"
-        raise DataError(f"{name} contains {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))")
-    needed = start - member.offset_data + math.prod(shape) * dtype.itemsize
-    if needed > member.size:
-        raise DataError(
-            f"{name} is truncated: {member.size:,} of {needed:,} bytes",
-            fix="download the shard again, or leave bad samples out: data.on_bad_file=skip",
-        )
     return StoredArray(path=path, offset=start, shape=tuple(shape), dtype=dtype)
 
 
