@@ -23,7 +23,7 @@ import torch
 
 import halfstep as hs
 from halfstep.step.norm_averages import NormAverages
-from halfstep_train.run import loop, optimizer
+from halfstep_train.run import assemble, loop
 from halfstep_train.run.validate import validate
 from halfstep_train.workloads.segmentation.demo import write_demo
 
@@ -85,7 +85,7 @@ def train(overrides: list[str], folder: Path) -> Scores:
             scores[name].append(validate(*arguments, **options))
         return scores[name][-1]
 
-    optimizer.NormAverages, loop.validate = make_averages, validate_all  # type: ignore[misc, assignment]
+    assemble.NormAverages, loop.validate = make_averages, validate_all  # type: ignore[misc, assignment]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         hs.train(*overrides, "device=cpu", "train.fast=off", "log.quiet=true", out=folder)
     return scores

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from halfstep.evidence import capsule, causes
-from halfstep_train.run.capsules import replay_run
+from halfstep_train.run.evidence import replay_run
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from tiny_training import assert_same_bits

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
-from halfstep_train.workloads.language.texts import (
+from halfstep_train.workloads.language.data import (
     TextFiles,
     Tokens,
     TokenSamples,
@@ -293,7 +293,7 @@ def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path
 def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {number}\n\n word word\nx" for number in range(200))
     (tmp_path / "long.txt").write_text(text)
-    monkeypatch.setattr("halfstep_train.workloads.language.texts.TOKENISED_AT_ONCE", 40)
+    monkeypatch.setattr("halfstep_train.workloads.language.data.TOKENISED_AT_ONCE", 40)
     monkeypatch.setattr("halfstep_train.data.cache_file.BLOCK_BYTES", 512)
     train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text

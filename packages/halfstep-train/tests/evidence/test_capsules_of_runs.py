@@ -15,7 +15,7 @@ from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.evidence import capsule, causes
 from halfstep.evidence.attempts import refuse_another_model
 from halfstep.step.facts import Reading
-from halfstep_train.run.capsules import load_window, replay_run
+from halfstep_train.run.evidence import load_window, replay_run
 from halfstep_train.workloads import load
 from whole_runs import assemble_run, newest
 from whole_runs import run as run_tiny

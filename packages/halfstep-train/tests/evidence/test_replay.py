@@ -21,7 +21,7 @@ from halfstep.evidence.causes import diagnose
 from halfstep.evidence.ranges import FOREIGN
 from halfstep.our_code import OURS
 from halfstep_train.cli.main import main
-from halfstep_train.run.capsules import build_capsule_subject, replay_run
+from halfstep_train.run.evidence import build_capsule_subject, replay_run
 
 KEPT = pytest.warns(UserWarning, match="was saved; find the cause")
 

@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.evidence import capsule
-from halfstep_train.run.capsules import replay_run
+from halfstep_train.run.evidence import replay_run
 from whole_runs import assert_same_run, resume, run
 
 

@@ -21,8 +21,8 @@ from halfstep.evidence import capsule
 from halfstep.step.facts import Reading
 from halfstep_train.config.statements import Launcher
 from halfstep_train.report.metrics_file import read
-from halfstep_train.run.capsules import build_capsule_subject, load_window
 from halfstep_train.run.engine import prepare_window
+from halfstep_train.run.evidence import build_capsule_subject, load_window
 from halfstep_train.run.launch import Launch, read_launch
 from halfstep_train.run.multi_rank import compute_checksum
 from halfstep_train.run.train import train

@@ -10,7 +10,7 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep_train.cli.main import main
-from halfstep_train.run.capsules import replay_run
+from halfstep_train.run.evidence import replay_run
 from halfstep_train.run.folder import load_stored
 from halfstep_train.workloads.base.import_path import sign_code
 from whole_runs import run as train_tiny

@@ -32,7 +32,7 @@ def command(
     from halfstep_train.run.folder import load_target
 
     loaded = load_target(arguments[0], flags=settings, overrides=arguments[1:], trust=trust)
-    from halfstep_train.run.step_ledger import to_document
+    from halfstep_train.run.evidence import to_document
     from halfstep_train.use.observe_step import record_ledger
 
     found = record_ledger(arguments[0], loaded, trust=trust)

@@ -38,7 +38,7 @@ def command(
 
     from halfstep_train.report.console import open_result_console, print_text
     from halfstep_train.report.picture_file import draw_ranges
-    from halfstep_train.run.capsules import replay_run
+    from halfstep_train.run.evidence import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)
     if picture is not None:

@@ -30,10 +30,10 @@ from halfstep_train.report.listeners import refuse_missing
 from halfstep_train.report.metrics_file import cut_back
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, is_demo
-from halfstep_train.run.capsules import record_faults
 from halfstep_train.run.checkpoint import Checkpoint, is_sharded, open_shards
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.ending import finish_run, handle_ending, import_callback, open_report, show_start
+from halfstep_train.run.evidence import record_faults
 from halfstep_train.run.folder import (
     RunFolder,
     RunSource,

@@ -35,14 +35,22 @@ from halfstep.step.step import GuardedStep, LossFn
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import PrecisionConfig, RunConfig
 from halfstep_train.report.page.read_run import RunRecord, read_run
-from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, provide_data
+from halfstep_train.run.assemble import (
+    Assembly,
+    Length,
+    apply_settled,
+    assemble,
+    build_optimizer,
+    build_workload,
+    decide_plan,
+    provide_data,
+)
 from halfstep_train.run.engine import Engine, make_engine, prepare_window
+from halfstep_train.run.evidence import AnyEngine, Recording, drop_outputs, list_engines, observe_ledgers
 from halfstep_train.run.folder import RunFolder, find_moved_data, is_run
 from halfstep_train.run.frozen_modules import add_checksums, get_modules
 from halfstep_train.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
 from halfstep_train.run.memory.out_of_memory import split_window
-from halfstep_train.run.optimizer import Length, build_optimizer
-from halfstep_train.run.step_ledger import AnyEngine, Recording, drop_outputs, list_engines, observe_ledgers
 from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.use.evaluate import check_frozen_parts, choose_plan, load_weights, open_run
 

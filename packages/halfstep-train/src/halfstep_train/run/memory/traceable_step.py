@@ -47,12 +47,11 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.loader import Key, TensorSamples
 from halfstep_train.kernels.fast_forms import force, pretend_launches
 from halfstep_train.models.initial_values import skip_initialisation
-from halfstep_train.run.assemble import build_workload, configure_phase, has_parameter
+from halfstep_train.run.assemble import Length, build_optimizer, build_workload, configure_phase, has_parameter
 from halfstep_train.run.frozen_modules import get_modules
 from halfstep_train.run.memory.sharded import ShardUnit, list_units, name_parameters
 from halfstep_train.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep_train.run.multi_rank import group_blocks
-from halfstep_train.run.optimizer import Length, build_optimizer
 from halfstep_train.tune.channels_last import match_layout, wants_channels_last
 from halfstep_train.tune.trials import MemorySetting, load_first_batch
 from halfstep_train.workloads import KINDS

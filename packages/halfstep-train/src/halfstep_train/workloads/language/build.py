@@ -39,13 +39,14 @@ from halfstep_train.workloads.base.using import (
 from halfstep_train.workloads.base.workload import Sample, Workload
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import (
+    Tokens,
+    TokenSamples,
     is_weights_tokenizer,
     load_stored_tokenizer,
     open_language_data,
 )
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
-from halfstep_train.workloads.language.texts import Tokens, TokenSamples
 from halfstep_train.workloads.language.tokenizers import Bpe, Characters, Tokenizer, save_tokenizer
 
 # --- writing texts ---
