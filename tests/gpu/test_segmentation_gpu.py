@@ -16,7 +16,7 @@ from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
-EVERYTHING = UNetAugmentConfig(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
+EVERYTHING = UNetAugmentConfig(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2)
 
 
 def batches(count: int) -> Iterator[dict[str, Tensor]]:

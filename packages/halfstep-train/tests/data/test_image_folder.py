@@ -122,7 +122,7 @@ def test_cifar_batches_become_images_with_their_labels(tmp_path: Path) -> None:
     green = torch.from_numpy(rows[1, 1 + 1024 : 1 + 2048].reshape(32, 32))
     assert torch.equal(train.pixels[1, :, :, 1], green)
     (folder / "data_batch_2.bin").write_bytes(rows[2:4].tobytes()[:-1])
-    with pytest.raises(DataError, match="data_batch_2.bin has 6,145 bytes"):
+    with pytest.raises(DataError, match=r"data_batch_2.bin\n.*it has 6,145 bytes"):
         read_cifar(folder)
 
 
@@ -195,7 +195,7 @@ def test_a_missing_a_cut_and_a_strange_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte is not an idx file"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\n.*is not an idx file"):
         read_idx(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"0 bytes|no idx file"):

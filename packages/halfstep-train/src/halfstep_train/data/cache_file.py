@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from halfstep.disk import get_free_bytes, open_atomic_file, parse_json, take_turn
-from halfstep.errors import DataError, format_bytes, summarise_error
+from halfstep.disk import open_atomic_file, parse_json, take_turn
+from halfstep.errors import DataError, summarise_error
 from halfstep_train.data.files import Array
 
 DATA_AT = 4096
@@ -67,17 +67,8 @@ class CacheWriter:
 
     index: dict[str, Any]
 
-    def __init__(self, path: Path, what: str, file: BinaryIO) -> None:
-        self._path, self._what, self._file, self.num_bytes = path, what, file, 0
-
-    def require_space(self, num_bytes: int) -> None:
-        """Raise before any work if the disk has no room for about this many bytes."""
-        if num_bytes > (free := get_free_bytes(self._path.parent)):
-            raise DataError(
-                f"the {self._what} would take {format_bytes(num_bytes, digits=3)}",
-                why=f"{self._path.parent} has {format_bytes(free, digits=3)} left",
-                fix=f"free some space, or {ELSEWHERE}",
-            )
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.num_bytes = file, 0
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -132,7 +123,7 @@ def _write_cache(path: Path, what: str, made_from: str, write: Callable[[CacheWr
     try:
         with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(_make_start(what).ljust(DATA_AT, b"\0"))
-            writer = CacheWriter(path, what, file)
+            writer = CacheWriter(file)
             write(writer)
             writer.finish(made_from)
     except OSError as error:  # a full disk, a quota, a missing folder

@@ -357,7 +357,6 @@ def open_or_pack(
 def _pack(folder: ImageFolder, settings: PackSettings, file: CacheWriter, progress: OnProgress | None) -> None:
     """Decode the whole folder: row i is the i-th image that can be read, training images first."""
     paths, labels = folder.train.paths + folder.val.paths, folder.train.labels + folder.val.labels
-    file.require_space(len(paths) * settings.size**2 * 3)
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int]]] = []
 

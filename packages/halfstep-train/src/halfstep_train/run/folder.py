@@ -77,7 +77,7 @@ class RunFolder:
         self, config: RunConfig, plan: Plan, decided: dict[str, list[Any]], before: Sequence[dict[str, Any]] = ()
     ) -> None:
         """Write settled.json, plan.json and config.yaml."""
-        config = config.replace(log={"quiet": False, "verbose": False})
+        config = config.replace(log={"quiet": False})
         code = sign_code(find_import_paths(config))
         self.write_settled(Settled(settings=dump_values(config), decided=decided, code=code, before=list(before)))
         self.write_plan(plan)

@@ -30,7 +30,7 @@ FREE = (
 
 A schedule that depends on the run's length changes with `train.epochs` and `train.max_steps`, which is reported."""
 
-NOT_STORED = ("log.quiet", "log.verbose")  # properties of one call, not of the run
+NOT_STORED = ("log.quiet",)  # properties of one call, not of the run
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 

@@ -222,7 +222,6 @@ def open_or_write_latents(
     def write(file: CacheWriter) -> None:
         for batch in make_rows():
             if not file.num_bytes:
-                file.require_space(num * batch[0].numel() * BYTES)
                 file.index = {"shape": [num, *batch.shape[1:]]}
             file.write(batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
         assert file.num_bytes == math.prod(file.index["shape"]) * BYTES, (file.num_bytes, file.index)

@@ -207,11 +207,6 @@ class TextConditions(Conditions):
         self._empty = self.tokenize([""])
         self.about = f"a caption of up to {self.length} tokens"
 
-    def count_truncated(self, captions: Sequence[str]) -> int:
-        """Count the captions that exceed the encoder's maximum length."""
-        found = self.tokenizer(list(captions), verbose=False)["input_ids"] if captions else []
-        return sum(len(tokens) > self.length for tokens in found)
-
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Return token ids (N, L); captions longer than the encoder's maximum are truncated."""
         if not captions:
@@ -477,14 +472,6 @@ def _open_cached(
         about=(("latents", line),),
         store={"latents_sha256": cache.checksum, "vae_sha256": own, "vae_format": form},
     )
-
-
-def describe_truncated_captions(data: DiffusionData, conditions: Conditions) -> tuple[str, ...]:
-    """Return a note if some captions are too long for the text encoder."""
-    if not isinstance(conditions, TextConditions):
-        return ()
-    num = sum(map(conditions.count_truncated, data.captions))
-    return (f"truncated: {format_count(num, 'caption')} of more than {conditions.length} tokens",) if num else ()
 
 
 def pack(config: DiffusionConfig) -> dict[str, object]:

@@ -410,8 +410,6 @@ def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
 
 def _write_tokens(texts: TextFiles, tokenizer: Tokenizer, file: CacheWriter) -> None:
     kind, ends = _choose_dtype(tokenizer), [0]
-    # An estimate for most texts, at four bytes of text per token. Running out of space later is still an error.
-    file.require_space(sum(path.stat().st_size for path in texts.all) * kind.itemsize // 4)
     for part in ("train", "val"):
         for ids in _encode(texts, tokenizer, part):
             file.write(ids.astype(kind).tobytes())

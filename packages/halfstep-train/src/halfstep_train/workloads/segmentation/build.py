@@ -387,14 +387,10 @@ class Guide(Guiding):
 
 # --- augmentation ---
 #
-# All geometric changes (flip, rotation, scale, crop, elastic) form one sampling grid, so an image is interpolated only
+# All geometric changes (flip, rotation, scale, crop) form one sampling grid, so an image is interpolated only
 # once. Random numbers are drawn on the CPU from a key such as (seed, attempted step): the same step sees the same
 # images on any device, and nothing waits for the device. The grid is computed without `affine_grid`, which is a matrix
 # product: TF32 would round positions to half a pixel.
-
-
-ELASTIC_KNOTS = 6
-"""Control points per side of the elastic displacement, which is bicubic in between."""
 
 
 def augment(image: Tensor, mask: Tensor, spec: UNetAugmentConfig, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -403,16 +399,9 @@ def augment(image: Tensor, mask: Tensor, spec: UNetAugmentConfig, *, key: tuple[
     drawn = BatchDraws(key, num)
     # Always draw all numbers, so that enabling one change does not alter the random numbers of the others.
     draws = drawn.uniform(9)
-    knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
     numbers = draws.T.contiguous()
-    if spec.flip or spec.rotate_degrees or spec.scale or spec.crop or spec.elastic_pixels:
+    if spec.flip or spec.rotate_degrees or spec.scale or spec.crop:
         grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
-        if spec.elastic_pixels:
-            limits = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
-            shift = F.interpolate(
-                send_to_device(knots * limits, image.device), (height, width), mode="bicubic", align_corners=True
-            )
-            grid = grid + shift.permute(0, 2, 3, 1)
         image, mask = _sample(image, mask, grid)
     if spec.brightness:
         gain, offset = send_to_device((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)

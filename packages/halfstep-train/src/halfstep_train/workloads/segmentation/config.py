@@ -15,7 +15,6 @@ class UNetAugmentConfig(Section):
 
     flip: Fraction = setting(0.5, "Probability of a horizontal flip, and of a vertical flip")
     rotate_degrees: float = setting(15.0, "Largest rotation in degrees, in either direction", ge=0, le=180)
-    elastic_pixels: float = setting(0.0, "Largest elastic displacement in pixels", ge=0)
     scale: float = setting(0.1, "Largest relative change of size", ge=0, lt=1)
     crop: float = setting(0.0, "Largest fraction of each side that a random crop removes", ge=0, lt=1)
     brightness: float = setting(0.1, "Largest relative change of brightness and contrast; image only", ge=0, le=1)
