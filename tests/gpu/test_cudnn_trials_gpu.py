@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.run.assemble import assemble
-from halfstep_train.run.engine import Engine
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import Engine, RunRehearsal
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 from halfstep_train.tune.modes import UNCAPTURED, allow_cudnn_trials
 

@@ -27,8 +27,7 @@ from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import GuardedStep
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
-from halfstep_train.run.engine import Engine
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import Engine, RunRehearsal
 from halfstep_train.run.train import train
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.modes import UNCAPTURED

@@ -9,8 +9,7 @@ import torch
 
 from halfstep.hardware.probe import probe
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.engine import make_engine
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import RunRehearsal, make_engine
 from halfstep_train.tune.choose import find_recomputable, tune_plan
 from halfstep_train.workloads import from_dict
 from models_of_others import BLOCKS

@@ -14,7 +14,7 @@ import torch
 
 import tiny_workload
 from halfstep_train.data import noise
-from halfstep_train.report.results import Answer
+from halfstep_train.report.run_report import Answer
 from halfstep_train.workloads.base.kind import EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
 from halfstep_train.workloads.base.using import PlainEvaluation
 
@@ -31,7 +31,7 @@ class Drawer:
             scores = trained(torch.full((1, 2, 8, 8), float(k))).flatten().tolist()
             path = request.out / f"{k}.json"
             path.write_text(json.dumps([request.options["style"], *scores]))
-            yield Answer(file=str(path), found={"scores": scores}, cells={"k": k}, brief={"k": str(k)})
+            yield Answer(file=str(path), found={"scores": scores}, brief={"k": str(k)})
 
 
 class Evaluation(PlainEvaluation):

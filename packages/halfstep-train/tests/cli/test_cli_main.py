@@ -133,7 +133,7 @@ def test_help_names_every_workload_and_wraps_to_the_terminal(
 
 
 @pytest.mark.parametrize(
-    ("words", "size"), [(["plan", "--memory"], 10**8), (["train", "--dry", "--quiet", "data.num_workers=0"], 10**14)]
+    ("words", "size"), [(["plan", "--memory"], 10**8), (["train", "--dry", "--quiet", "data.num_workers=0"], 10**12)]
 )
 def test_sizes_that_no_memory_holds_are_answered_without_a_traceback(
     words: list[str], size: int, capsys: pytest.CaptureFixture[str]

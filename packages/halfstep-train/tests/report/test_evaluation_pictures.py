@@ -16,7 +16,7 @@ from rich.console import Console
 
 from halfstep.errors import CheckpointError
 from halfstep_train.report.picture_file import MOST, choose_modules, draw_ranges
-from halfstep_train.report.results import EvaluationResult, show_evaluation
+from halfstep_train.report.run_report import EvaluationResult, show_evaluation
 from halfstep_train.workloads.classification.evaluate import draw_confusion
 
 

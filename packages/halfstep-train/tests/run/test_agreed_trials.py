@@ -16,10 +16,9 @@ from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.ending import describe_rank_effects
-from halfstep_train.run.engine import Engine, make_engine
+from halfstep_train.run.engine import Engine, LeadingRehearsal, make_engine
 from halfstep_train.run.launch import Launch, join_world
 from halfstep_train.run.multi_rank import refuse_differences
-from halfstep_train.run.rehearsal import LeadingRehearsal
 from halfstep_train.tune.mode_search import ModeSearch
 from halfstep_train.tune.trials import Rehearsal, TrialTime, load_first_batch
 from ranks_together import together

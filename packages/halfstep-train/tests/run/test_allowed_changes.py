@@ -14,9 +14,8 @@ from halfstep.errors import CheckpointError, Interrupted
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep_train.run import train as training
 from halfstep_train.run.engine import Engine
-from halfstep_train.run.folder import RunFolder
+from halfstep_train.run.folder import Changes, RunFolder
 from halfstep_train.run.loop import Loop
-from halfstep_train.run.resume import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.workloads import load
 from whole_runs import TINY, assemble_run, config_of, learning_rates, newest, resume, run, small_disk

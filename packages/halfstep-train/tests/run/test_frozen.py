@@ -17,9 +17,8 @@ from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, build_workload, decide_plan
-from halfstep_train.run.engine import Engine
+from halfstep_train.run.engine import Engine, RunRehearsal
 from halfstep_train.run.frozen_modules import compute_checksum
-from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload

@@ -15,8 +15,7 @@ from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, build_workload
-from halfstep_train.run.engine import PhasedEngine, make_engine
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import PhasedEngine, RunRehearsal, make_engine
 from halfstep_train.workloads.base.workload import Group, Phase
 from tiny_training import assert_same_bits
 from whole_runs import TINY, assemble_run, assert_same_run, config_of, events, newest, records, resume, run

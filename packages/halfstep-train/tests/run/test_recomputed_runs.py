@@ -15,9 +15,9 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
+from halfstep_train.run.engine import RunRehearsal
 from halfstep_train.run.memory.sizing import make_peak_predictor
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
-from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.trials import Cost, MemorySetting, Rehearsal, load_first_batch

@@ -14,7 +14,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.tables import Values, write_values_
 from halfstep_train.run.assemble import Assembly, build_workload
 from halfstep_train.run.engine import Engine
-from halfstep_train.run.resume import Changes
+from halfstep_train.run.folder import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Group, Scheduled

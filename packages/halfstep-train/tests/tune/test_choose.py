@@ -18,8 +18,7 @@ from halfstep.step.randomness import read_generators
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.kernels.fast_forms import is_forced_on
 from halfstep_train.run.assemble import assemble
-from halfstep_train.run.engine import Engine
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import Engine, RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import Tuning, find_asked_mode, tune_plan
 from halfstep_train.tune.modes import UNCAPTURED
@@ -264,7 +263,7 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
     def does_not_fit(*arguments: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("halfstep_train.run.rehearsal.assemble", does_not_fit)
+    monkeypatch.setattr("halfstep_train.run.engine.assemble", does_not_fit)
     config, workload, plan = made(demo)
     rehearsal = RunRehearsal(config, workload)
     with pytest.raises(DoesNotFit, match="does not fit into memory"), rehearsal.begin(plan):

@@ -13,7 +13,7 @@ import tiny_workload
 from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import RunRehearsal
 from halfstep_train.tune.channels_last import is_channels_last
 from halfstep_train.tune.trials import CannotRun
 from halfstep_train.workloads import KINDS, load

@@ -11,7 +11,7 @@ import pytest
 from halfstep.hardware.driver import Driver
 from halfstep.precision.plan import Gain, Plan, PlanRow
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.mode_search import CachedMode, FoundMode

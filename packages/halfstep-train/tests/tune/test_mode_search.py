@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import RunRehearsal
 from halfstep_train.tune.fresh_thread import _Errand, run_in_fresh_thread
 from halfstep_train.tune.mode_search import FoundMode, ModeSearch, find_fastest_mode
 from halfstep_train.tune.trials import (

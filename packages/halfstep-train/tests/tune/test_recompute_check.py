@@ -15,7 +15,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import RunRehearsal
 from halfstep_train.tune.choose import Recomputable, compare_states, find_recomputable, list_state
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload

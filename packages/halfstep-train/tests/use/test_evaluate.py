@@ -16,7 +16,7 @@ from PIL import Image
 from data import data_sets
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep_train.report.metrics_file import read
-from halfstep_train.report.results import EvaluationResult
+from halfstep_train.report.run_report import EvaluationResult
 from halfstep_train.run.assemble import build_workload
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.folder import RunFolder

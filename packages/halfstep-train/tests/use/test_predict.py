@@ -16,8 +16,7 @@ from PIL import Image
 
 from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep_train.report.metrics_file import read
-from halfstep_train.report.results import Answer, Predictions
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Predictions
 from halfstep_train.use.evaluate import choose_plan, load_weights, open_run, wrap_trained
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads.base.using import Input, PredictRequest
@@ -178,9 +177,9 @@ def test_the_paths_that_are_shown_are_those_of_files_that_exist(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (answer,) = predicted(unet, unet / "data" / "imgs" / "000.png", out=Path("masks")).answers
-    assert answer.brief["mask"] == str(answer.cells["mask"]) == "masks/masks/000_mask.png"
+    assert answer.brief["mask"] == str(answer.found["mask"]) == "masks/masks/000_mask.png"
     assert Path(answer.brief["mask"]).is_file()
-    assert Path(str(answer.cells["overlay"])).is_file()
+    assert Path(str(answer.found["overlay"])).is_file()
 
 
 # --- interrupted ---

@@ -226,7 +226,7 @@ def test_a_model_of_the_users_own_gets_the_number_of_classes(folder: Path, own_m
     ("words", "kind", "complaint"),
     [
         (["model.path=a_users_models:fixed_head"], ModelError, r"\(1, 7\) for one image, but the data has 3"),
-        (["model.path=a_users_models:not_a_model"], ModelError, "gives a int"),
+        (["model.path=a_users_models:not_a_model"], ModelError, "'int' object"),
         (["model.path=a_users_models:linear", "model.options.depth=3"], ModelError, "depth"),
         (["model.path=a_users_models:linear", "model.options.size=8"], ModelError, "3×32×32"),
         (["model.path=a_users_models:linear", "model.replace_head=true"], ConfigError, "replace_head"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from command_line import run_command
-from halfstep_train.run.resume import flatten_settings
+from halfstep_train.run.folder import flatten_settings
 from halfstep_train.run.train import train
 from halfstep_train.workloads import KINDS, load
 

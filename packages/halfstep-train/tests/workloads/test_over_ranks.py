@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep_train.workloads.base.frozen_vae import compute_adaptive_weight
 from halfstep_train.workloads.base.over_ranks import gather_over_ranks
-from halfstep_train.workloads.base.vae_trainer import compute_adaptive_weight
 from halfstep_train.workloads.slots.scores import slot_contrast
 from ranks_together import together
 

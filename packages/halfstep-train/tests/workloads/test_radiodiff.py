@@ -21,13 +21,13 @@ from halfstep_train.report.run_report import RunReport
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads import build
-from halfstep_train.workloads.base.sheets import CELL, GAP
-from halfstep_train.workloads.base.using import PredictRequest
-from halfstep_train.workloads.base.vae_trainer import (
+from halfstep_train.workloads.base.frozen_vae import (
     compute_adaptive_weight,
     hinge_discriminator_loss,
     hinge_generator_loss,
 )
+from halfstep_train.workloads.base.sheets import CELL, GAP
+from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.radio.build import Guide, build_unet, select_pyramid_weights, select_unet_weights
 from halfstep_train.workloads.radio.config import FirstStageConfig
 from halfstep_train.workloads.radio.first_stage import sum_errors

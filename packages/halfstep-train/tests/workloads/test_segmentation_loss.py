@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep_train.report.results import show_evaluation
+from halfstep_train.report.run_report import show_evaluation
 from halfstep_train.run.journal import find_hint
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate

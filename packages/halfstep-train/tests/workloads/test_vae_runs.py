@@ -21,7 +21,7 @@ from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads import load as load_settings
-from halfstep_train.workloads.base import vae_trainer
+from halfstep_train.workloads.base import frozen_vae
 from halfstep_train.workloads.base.using import PredictRequest
 from halfstep_train.workloads.diffusion import vae as autoencoder
 from halfstep_train.workloads.diffusion.build import measure_scale
@@ -85,13 +85,13 @@ def test_both_phases_clip_before_they_step(data: Path, tmp_path: Path) -> None:
 def test_an_exploding_discriminator_costs_its_own_steps_alone(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = vae_trainer.compute_discriminator_loss
+    original = frozen_vae.compute_discriminator_loss
 
     def exploding(outputs: Any, batch: Any) -> tuple[Tensor, float]:
         loss, num = original(outputs, batch)
         return loss * torch.where((batch["index"] == 3).any(), torch.inf, 1.0), num
 
-    monkeypatch.setattr(vae_trainer, "compute_discriminator_loss", exploding)
+    monkeypatch.setattr(frozen_vae, "compute_discriminator_loss", exploding)
     run = train(settings("vae", data, **{**GAN, "model__gan_from_step": 0}, **EACH_STEP), out=tmp_path / "run")
     found = steps_of(run)
 

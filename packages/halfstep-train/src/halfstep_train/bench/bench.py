@@ -52,8 +52,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.statements import list_fields
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
-from halfstep_train.run.engine import Engine, PhasedEngine, make_engine
-from halfstep_train.run.rehearsal import RunRehearsal
+from halfstep_train.run.engine import Engine, PhasedEngine, RunRehearsal, make_engine
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.workloads import KINDS

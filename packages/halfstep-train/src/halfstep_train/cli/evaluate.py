@@ -42,8 +42,7 @@ def command(
     from rich.console import Console
 
     from halfstep_train.report.console import open_result_console
-    from halfstep_train.report.results import show_evaluation
-    from halfstep_train.report.run_report import RunReport
+    from halfstep_train.report.run_report import RunReport, show_evaluation
     from halfstep_train.use.evaluate import evaluate
 
     # Progress and warnings go to stderr, so that stdout can be piped.

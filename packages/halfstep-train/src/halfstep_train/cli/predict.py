@@ -49,8 +49,7 @@ def command(
     from rich.console import Console
 
     from halfstep_train.report.console import open_result_console
-    from halfstep_train.report.results import show_predictions
-    from halfstep_train.report.run_report import RunReport
+    from halfstep_train.report.run_report import RunReport, show_predictions
     from halfstep_train.use.predict import predict
     from halfstep_train.workloads.base.using import PredictRequest
 

@@ -140,7 +140,7 @@ def load_config(
         from halfstep_train.run.folder import RunFolder
 
         folder = RunFolder.open(str(resume))
-        from halfstep_train.run.resume import apply_decided
+        from halfstep_train.run.folder import apply_decided
 
         stored = load(str(folder.config))
         # Naming the workload again is allowed, another one is not.

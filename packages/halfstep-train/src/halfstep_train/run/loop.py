@@ -30,11 +30,10 @@ from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
 from halfstep_train.run.engine import make_engine
 from halfstep_train.run.evidence import RunLedger, RunWatch
-from halfstep_train.run.folder import suggest_resume
+from halfstep_train.run.folder import Changes, suggest_resume
 from halfstep_train.run.interrupts import Interrupts
 from halfstep_train.run.journal import START_STEPS, Journal, Waiting
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
-from halfstep_train.run.resume import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
 from halfstep_train.run.validate import sample, use_average, validate
 

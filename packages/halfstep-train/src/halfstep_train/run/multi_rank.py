@@ -28,10 +28,9 @@ from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks, refuse_differing_settings, wrap_regions
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, TrainConfig
-from halfstep_train.run.folder import digest_contents
+from halfstep_train.run.folder import digest_contents, flatten_settings
 from halfstep_train.run.frozen_modules import compute_checksum
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
-from halfstep_train.run.resume import flatten_settings
 from halfstep_train.tune.modes import Batch, Mode, Region, cast_weights_again, compile_region
 from halfstep_train.workloads.base.workload import Workload
 

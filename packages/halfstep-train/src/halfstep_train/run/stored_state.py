@@ -17,9 +17,9 @@ from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint
+from halfstep_train.run.folder import Changes
 from halfstep_train.run.frozen_modules import list_identities
 from halfstep_train.run.multi_rank import seed_rank
-from halfstep_train.run.resume import Changes
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments do not fit the optimizer."""

@@ -33,12 +33,16 @@ from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build
 from halfstep_train.run.checkpoint import Checkpoint, is_sharded, open_shards
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.ending import finish_run, handle_ending, import_callback, open_report, show_start
+from halfstep_train.run.engine import LeadingRehearsal, RunRehearsal
 from halfstep_train.run.evidence import record_faults
 from halfstep_train.run.folder import (
+    Changes,
     RunFolder,
     RunSource,
     Settled,
+    accept_changes,
     describe_changed_data,
+    explain_finished,
     find_import_paths,
     find_moved_data,
     find_settled,
@@ -46,6 +50,8 @@ from halfstep_train.run.folder import (
     name_run,
     point_to_demo_data,
     record_data,
+    refuse_changed_data,
+    refuse_missing_device,
 )
 from halfstep_train.run.frozen_modules import (
     add_checksums,
@@ -76,14 +82,6 @@ from halfstep_train.run.multi_rank import (
     refuse_small_batch,
     refuse_unshardable,
     seed_rank,
-)
-from halfstep_train.run.rehearsal import LeadingRehearsal, RunRehearsal
-from halfstep_train.run.resume import (
-    Changes,
-    accept_changes,
-    explain_finished,
-    refuse_changed_data,
-    refuse_missing_device,
 )
 from halfstep_train.run.run_rank import RunRank, post_warnings
 from halfstep_train.tune.choose import MEASURED_FOR, strip_tuning, tune_plan

@@ -23,8 +23,7 @@ from halfstep.step.randomness import choose_algorithms
 from halfstep.step.tables import Value, write_values_
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.loader import Key, Loader, Samples
-from halfstep_train.report.results import EvaluationResult
-from halfstep_train.report.run_report import RunReport
+from halfstep_train.report.run_report import EvaluationResult, RunReport
 from halfstep_train.run.assemble import build_workload, place_model
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep_train.run.folder import RunFolder, find_moved_data, load_stored, make_paths_absolute, refuse_used_folder

@@ -17,8 +17,7 @@ from halfstep.step.randomness import choose_algorithms
 from halfstep_train.data.files import list_some, make_natural_key
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.report.console import dump_json
-from halfstep_train.report.results import Answer, Failure, Predictions
-from halfstep_train.report.run_report import RunReport
+from halfstep_train.report.run_report import Answer, Failure, Predictions, RunReport
 from halfstep_train.run.folder import UNFINISHED
 from halfstep_train.run.frozen_modules import name_lost_files
 from halfstep_train.run.interrupts import Interrupts, catch_interrupts

@@ -24,8 +24,7 @@ from halfstep_train.data.files import TRAIN_NAMES, VALIDATION_NAMES
 from halfstep_train.data.image_folder import KAGGLE_TRAIN
 from halfstep_train.data.images import open_image_file
 from halfstep_train.data.loader import Samples
-from halfstep_train.report.results import Answer, Cell, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, wrap_frozen_parts
 from halfstep_train.workloads.classification.data import has_stored_images
 

@@ -15,8 +15,7 @@ from halfstep_train.data.files import IMAGE_ENDINGS, run_in_threads
 from halfstep_train.data.image_samples import crop_centre
 from halfstep_train.data.images import open_image_file
 from halfstep_train.report.picture_file import BAD, FAINT, GOOD, INK, make_figure, save_figure, shorten_name
-from halfstep_train.report.results import Answer, Cell, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, draw_captioned
 from halfstep_train.workloads.base.using import (

@@ -24,8 +24,8 @@ from halfstep_train.data.files import IMAGE_ENDINGS, list_some
 from halfstep_train.data.image_samples import crop_centre
 from halfstep_train.data.images import open_image_file
 from halfstep_train.data.loader import Key
-from halfstep_train.report.results import Answer, Cell, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
+from halfstep_train.workloads.base.frozen_vae import VaeNet
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
 from halfstep_train.workloads.base.using import (
@@ -39,7 +39,6 @@ from halfstep_train.workloads.base.using import (
     save_picture,
     use_all_pictures,
 )
-from halfstep_train.workloads.base.vae_trainer import VaeNet
 from halfstep_train.workloads.base.workload import Batch, Workload
 from halfstep_train.workloads.diffusion import vae as autoencoder
 from halfstep_train.workloads.diffusion.build import PATH_IMAGES, PATH_STATES, DiffusionForward, ImageSampler, draw_path

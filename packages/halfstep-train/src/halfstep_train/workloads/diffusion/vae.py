@@ -13,7 +13,7 @@ from halfstep_train.data.loader import Samples
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import VggDistance, build_discriminator
 from halfstep_train.models.weights import read_weights
-from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
+from halfstep_train.workloads.base.frozen_vae import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep_train.workloads.base.workload import Batch, FrozenPart, Workload
 from halfstep_train.workloads.diffusion.config import VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images

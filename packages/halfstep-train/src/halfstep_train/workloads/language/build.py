@@ -22,8 +22,7 @@ from halfstep.tensor_files import LazyTensors
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.loader import Batch, Key, Samples, make_generator
 from halfstep_train.models.initial_values import skip_initialisation
-from halfstep_train.report.results import Answer, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Failure
 from halfstep_train.workloads import get_model_name
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sums import Sums

@@ -16,8 +16,8 @@ from halfstep.errors import ConfigError, DataError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import BadFiles
 from halfstep_train.data.loader import Key, Loader
-from halfstep_train.report.results import Answer, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Failure
+from halfstep_train.workloads.base.frozen_vae import VaeNet
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, pick_worst_to_best
 from halfstep_train.workloads.base.using import (
@@ -30,7 +30,6 @@ from halfstep_train.workloads.base.using import (
     TrainedModel,
     save_picture,
 )
-from halfstep_train.workloads.base.vae_trainer import VaeNet
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 from halfstep_train.workloads.radio.build import Denoising, build_unet, describe_steps
 from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioVaeConfig

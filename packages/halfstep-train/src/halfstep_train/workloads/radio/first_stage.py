@@ -27,7 +27,11 @@ from halfstep_train.models.patch_gan import build_discriminator
 from halfstep_train.models.weights import load_weights_file_, stream_weights
 from halfstep_train.workloads.base.frozen_vae import (
     MOMENTS,
+    Critic,
     LatentCache,
+    Outputs,
+    VaeNet,
+    VaeTrainer,
     WithColumn,
     describe_pack,
     describe_resume,
@@ -35,7 +39,6 @@ from halfstep_train.workloads.base.frozen_vae import (
     refuse_uncached,
 )
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.maps import (

@@ -19,8 +19,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.files import READABLE_ENDINGS, Array, BadFiles, list_some
 from halfstep_train.data.images import read_image, read_image_facts
 from halfstep_train.data.layouts import MASK_SUFFIX, PairLayout, has_folders
-from halfstep_train.report.results import Answer, Cell, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.base.using import (

@@ -16,8 +16,7 @@ from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import Array, BadFiles, load_array
 from halfstep_train.data.loader import Batch
-from halfstep_train.report.results import Answer, Cell, Failure
-from halfstep_train.report.run_report import Bar
+from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
 from halfstep_train.workloads.base.using import (
