@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+from PIL import Image
 
 from halfstep.errors import DataError
 from halfstep_train.data.files import OnBadFile, list_some
 from halfstep_train.workloads import KINDS, from_dict
+from halfstep_train.workloads.base.sheets import draw_captioned
 from halfstep_train.workloads.base.using import Guiding, OpenedData, spread_indices, use_folder
 
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
-CELL, GAP, BAND = 160, 6, 20
-"""Pixels: side of an image, gap between images, height of a caption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +79,8 @@ def describe_data(data: DataSummary) -> list[tuple[str, str]]:
 
 def save_grid(data: DataSummary, path: Path) -> None:
     """Save a picture with a few samples and their classes."""
-    num_rows = -(-len(data.pictures) // GRID_COLUMNS)
-    sheet = Image.new("RGB", (GRID_COLUMNS * (CELL + GAP) + GAP, num_rows * (CELL + BAND + GAP) + GAP), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for number, (caption, picture) in enumerate(data.pictures):
-        row, column = divmod(number, GRID_COLUMNS)
-        left, top = GAP + column * (CELL + GAP), GAP + row * (CELL + BAND + GAP)
-        sheet.paste(picture.resize((CELL, CELL), Image.Resampling.BILINEAR), (left, top))
-        draw.text((left, top + CELL + 2), caption[:22], fill="black", font=font)
-    sheet.save(path, format="PNG")
+    pictures = [(np.asarray(picture), [(caption[:36], "black")]) for caption, picture in data.pictures]
+    draw_captioned("", pictures, columns=GRID_COLUMNS).save(path, format="PNG")
 
 
 def _inspect(workload: str, folder: Path, *, is_demo: bool = False, on_bad_file: OnBadFile = "error") -> DataSummary:
