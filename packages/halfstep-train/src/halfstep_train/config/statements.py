@@ -1,4 +1,4 @@
-"""Parse files, `key=value` overrides and flags into statements: one value for one setting, with its origin."""
+"""Parse files, overrides and flags into statements: one value for one setting by its full path, with its origin."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
     if find_open_section(statement.path):
         return statement
     path = statement.path.replace("-", "_")
-    # Precision keys depend on one another: precision_claims.py reads them together.
+    # Precision keys depend on one another: `read_layer` reads them together.
     if path in PRECISION_KEYS:
         return replace(statement, path=path)
     if path in list_sections(schema) and is_empty(statement.value):

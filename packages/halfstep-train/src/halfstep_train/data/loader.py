@@ -1,4 +1,4 @@
-"""Batches in an order that is a pure function of (seed, epoch), whatever the number of workers.
+"""Keys of random numbers, and batches in an order that is a pure function of (seed, epoch).
 
 A sample is a pure function of (seed, epoch, index), so to resume in the middle of an epoch is to start at a later
 batch. Torch's DataLoader moves the work into processes; errors come back as values, because torch would wrap them in

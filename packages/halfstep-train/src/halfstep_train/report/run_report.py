@@ -1,4 +1,4 @@
-"""The output of a run: header, bars, notices, epoch summaries and final summary on the console, records on disk.
+"""The output of a run and of its evaluation: header, bars, notices, summaries, records on disk.
 
 On a terminal and in a notebook bars are live, elsewhere plain lines are printed; `quiet` keeps only warnings, errors
 and the final summary. Warnings go to stderr, where `> log` does not hide them. A training run also writes all lines to

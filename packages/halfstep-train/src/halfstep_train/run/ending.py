@@ -1,4 +1,4 @@
-"""End a run: explain errors with what was saved and how to resume, write report/summary.json, export the model."""
+"""The header and the end of a run: explain errors with how to resume, write report/summary.json, export the model."""
 
 from __future__ import annotations
 

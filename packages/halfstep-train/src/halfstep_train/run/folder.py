@@ -1,4 +1,5 @@
 """The folder of a run: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`. It is never overwritten.
+A resumed run may change some of its settings.
 
 Nothing here imports torch at the top, so that commands refuse missing and existing paths in a fraction of a second.
 """

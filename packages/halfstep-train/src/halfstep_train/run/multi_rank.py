@@ -1,4 +1,4 @@
-"""Connect the assembly of one rank with those of the others, and refuse what they cannot train together."""
+"""Connect the ranks of a run, by DDP or by dividing the model (FSDP2), and refuse what they cannot train together."""
 
 from __future__ import annotations
 

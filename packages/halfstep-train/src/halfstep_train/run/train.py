@@ -1,4 +1,4 @@
-"""Train a loaded config, as a new run or a resumed one, up to a finished run folder."""
+"""Train a loaded config, as a new run or a resumed one: choose its plan, and run it up to a finished run folder."""
 
 from __future__ import annotations
 

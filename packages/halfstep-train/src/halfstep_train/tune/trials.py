@@ -1,4 +1,4 @@
-"""Time trial steps on a copy of the model, so that the run itself stays bit-identical."""
+"""Time trial steps on a copy of the model, so that the run stays bit-identical; choose levers of memory by them."""
 
 from __future__ import annotations
 

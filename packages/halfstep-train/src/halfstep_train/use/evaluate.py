@@ -1,4 +1,4 @@
-"""`halfstep evaluate`: score a stored run on its validation data or on other data."""
+"""Open a stored run, and score it on its validation data or on other data (`halfstep evaluate`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe single steps of a workload, a config or a run: `halfstep ledger` and `halfstep dry-run`.
+"""Observe single steps of a workload, a config or a run: `halfstep ledger`, `dry-run` and `verify`.
 
 `assemble_step` builds a copy of everything that a run would build, so a stored run is never changed. `source` is a
 run's folder, a config file or a workload.

@@ -2,7 +2,7 @@
 
 A block is a module with submodules whose kind occurs more than once in the model, or that a ModuleList holds; the kind
 of a Sequential is the list of its layers. A stage that contains a list of blocks is not a block, nor is a module that
-is never called; their submodules may be. recompute_check.py tests on copies of the model whether recomputing gives the
+is never called; their submodules may be. tune/choose.py tests on copies of the model whether recomputing gives the
 same numbers.
 """
 

@@ -1,4 +1,4 @@
-"""A frozen VAE: its format, and its latents on disk.
+"""VAEs: the format of a frozen one, its latents on disk, and training.
 
 The format is as requested, or the half format with the smaller round-trip error on samples. Latents on disk are mean
 and log-variance ("moments") of every sample, from which each epoch draws new latents. One file (see cache_file.py)

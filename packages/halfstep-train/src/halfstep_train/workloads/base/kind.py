@@ -137,7 +137,7 @@ class GuideEntry:
     """`halfstep guide`."""
 
     guide: Part = ".build:Guide"
-    """() -> Guiding (guiding.py), which opens a data folder and suggests settings."""
+    """() -> Guiding (using.py), which opens a data folder and suggests settings."""
     about: str
     """One line: what the family does and which data it needs."""
     models: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Evaluation of classifiers: accuracy of each class, the confusion matrix, and the most confident mistakes."""
+"""Evaluation and prediction of classifiers: accuracy of each class, the confusion matrix, the worst mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation of diffusion models and VAEs: errors by timestep, sample grids, reconstructions, FID and KID.
+"""Evaluation of diffusion models and VAEs, and prediction: errors by timestep, grids, reconstructions, FID, KID.
 
 torchmetrics computes FID and KID. The user gives the feature network as a TorchScript file, since the usual one
 (Inception) would have to be downloaded.

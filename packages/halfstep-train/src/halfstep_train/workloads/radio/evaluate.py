@@ -1,4 +1,4 @@
-"""Evaluation of radio maps: scores for any number of steps and any split, and sheets of the best and worst maps."""
+"""Evaluation and prediction of radio maps: scores for any number of steps and any split, and sheets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation of segmentation: scores of each class, and a sheet of the worst, median and best images."""
+"""Evaluation and prediction of masks: scores of each class, and a sheet of the worst, median and best images."""
 
 from __future__ import annotations
 

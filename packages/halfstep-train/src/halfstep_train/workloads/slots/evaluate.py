@@ -1,4 +1,4 @@
-"""Evaluation of slots: FG-ARI and mBO, the share of each slot, and sheets and gifs of the worst and best clips."""
+"""Evaluation and prediction of slots: FG-ARI and mBO, the share of each slot, and sheets and gifs of clips."""
 
 from __future__ import annotations
 
