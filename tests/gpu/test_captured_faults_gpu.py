@@ -89,7 +89,7 @@ def test_compiled_code_follows_a_float(name: str, precision: str) -> None:
 def test_trying_compiled_code_with_a_float_does_not_hang(name: str) -> None:
     found = train(ANNEALED[name], CUDA, hs.Fast("auto", num_steps=100_000), precision="bf16")
     assert_follows(found, train(ANNEALED[name], CUDA, "off", precision="bf16"))
-    assert found.step.mode in ("graph", "compile+graph")
+    assert found.step.mode in ("graph", "compile+graph", "compile+graph, tuned")
     assert found.step._fast.state is not fast.State.UNTRIED
 
 
