@@ -81,7 +81,7 @@ def test_compiled_code_follows_a_float(name: str, precision: str) -> None:
     if why_eager := ANNEALED[name](CUDA).why_eager:  # then compiled parts are tried
         assert why_eager in found.why_eager or found.step._fast.parts.stage in (Stage.USED, Stage.REFUSED)
     else:
-        assert found.step.mode in ("graph", "compile+graph")
+        assert found.step.mode.startswith(("graph", "compile+graph"))
 
 
 @pytest.mark.usefixtures("_compiles_at_once")
@@ -89,7 +89,7 @@ def test_compiled_code_follows_a_float(name: str, precision: str) -> None:
 def test_trying_compiled_code_with_a_float_does_not_hang(name: str) -> None:
     found = train(ANNEALED[name], CUDA, hs.Fast("auto", num_steps=100_000), precision="bf16")
     assert_follows(found, train(ANNEALED[name], CUDA, "off", precision="bf16"))
-    assert found.step.mode in ("graph", "compile+graph", "compile+graph, tuned")
+    assert found.step.mode.startswith(("graph", "compile+graph"))
     assert found.step._fast.state is not fast.State.UNTRIED
 
 
@@ -226,7 +226,7 @@ def test_two_runs_that_agree_by_luck_do_not_refuse_compiled_code() -> None:
 
         for number in range(20):
             step(loss_fn, [batches[number % 6]])
-        assert step.mode == "compile+graph", (seed, step._fast.state, step._fast.reason)
+        assert step.mode.startswith("compile+graph"), (seed, step._fast.state, step._fast.reason)
 
 
 # --- code that torch cannot trace ---

@@ -125,5 +125,5 @@ def test_code_for_autocast_alone_is_compiled_without_a_traceback(capfd: pytest.C
     batch = torch.randn(6, 4, device=CUDA), torch.randint(0, 3, (6,), device=CUDA)
     for _ in range(20):
         step(lambda batch: F.cross_entropy(model(batch[0].to(torch.bfloat16)), batch[1]), [batch])
-    assert step.mode == "compile+graph", step._fast.why_eager
+    assert step.mode.startswith("compile+graph"), step._fast.why_eager
     assert "Traceback" not in capfd.readouterr().err

@@ -135,7 +135,7 @@ def test_twelve_lengths_with_four_graphs(capsys: pytest.CaptureFixture[str]) -> 
     num_steps = 60 + 2 * TRIAL_STEPS
     found, step, _, _ = train(Tall, predict, "compile", num_steps, lengths, counts=False)
     said = capsys.readouterr().err
-    assert step.mode == "compile+graph", f"{step._fast.state}, {step._fast.parts.stage}: {said}"
+    assert step.mode.startswith("compile+graph"), f"{step._fast.state}, {step._fast.parts.stage}: {said}"
     assert "shapes without a graph" in said, said
     assert step._fast.parts.stage is Stage.USED, said
     assert len(step._fast.parts.parts.parts) <= 3, f"one part takes all lengths: {said}"
