@@ -112,7 +112,7 @@ BAD = {
     "masks but no video.npy": {"a.segmentations.npy": masks},
     "frames are float64": {"a.video.npy": video.astype(float)},
     r"frames are uint8 \(8, 8, 3\)": {"a.video.npy": video[0]},
-    "is not a .npy array": {"a.video.npy": b"not an array at all"},
+    "is not a plain .npy array": {"a.video.npy": b"not an array at all"},
     "Python objects": {"a.video.npy": np.array([{"a": 1}], dtype=object)},
     r"masks are uint8 \(3, 8, 8\)": {"a.video.npy": video, "a.segmentations.npy": masks[:3]},
 }

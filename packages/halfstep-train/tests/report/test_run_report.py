@@ -43,15 +43,15 @@ def whole_run(report: RunReport) -> None:
             bar.advance({"loss": "0.234"})
         report.notice("step 2 skipped: loss is nan (samples img_[3].png)", "warning")
         report.notice("checkpoint saved")
-    report.show_line("Epoch 1/1 train: mean loss 0.2345")
-    report.show_line("Epoch 1/1 val:   iou 0.6234")
+    rows = [("loss", "0.2345", "0.2567"), ("iou", "0.6543", "0.6234")]
+    report.show_epoch("Epoch 1/1", ["Epoch 1/1 train: mean loss 0.2345", "Epoch 1/1 val:   iou 0.6234"], rows)
     report.finish("Trained", [("best iou", "0.6234")])
     report.close()
 
 
 def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False)
-    whole_run(RunReport(tmp_path, console=screen.console))
+    whole_run(RunReport(tmp_path, verbose=True, console=screen.console))
     assert "\x1b" not in screen.text
     assert screen.text.splitlines() == [
         "halfstep train unet",
@@ -64,20 +64,23 @@ def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> No
         screen.text.splitlines()[7],
         "Epoch 1/1 train: mean loss 0.2345",
         "Epoch 1/1 val:   iou 0.6234",
+        "Epoch 1/1   train     val",
+        "─────────────────────────",
+        "loss       0.2345  0.2567",
+        "iou        0.6543  0.6234",
         "Trained",
         "  best iou: 0.6234",
     ]
     assert screen.text.splitlines()[7].startswith("Epoch 1/1 [Train] 3/3 ")
 
 
-def test_a_summarised_pass_leaves_its_two_lines(tmp_path: Path) -> None:
+def test_a_summarised_pass_leaves_its_two_lines_and_the_table_needs_verbose(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False)
     report = RunReport(tmp_path, console=screen.console)
     with report.show_phase("Epoch 1/1", 3, is_summarised=True) as bar:
         for _ in range(3):
             bar.advance({"loss": "0.234"})
-    report.show_line("train line")
-    report.show_line("val line")
+    report.show_epoch("Epoch 1/1", ["train line", "val line"], [("loss", "0.2345", "0.2567")])
     assert screen.text.splitlines() == ["train line", "val line"]
 
 

@@ -167,5 +167,6 @@ FLAGS: dict[str, Any] = {
     "watch": _flag(int, WATCH, panel=RUN),
     "track": _flag(str, TRACKERS, panel=RUN),
     "quiet": _flag(bool, "Only warnings and the summary.", "--quiet", "-q", panel=RUN),
+    "verbose": _flag(bool, "Print every metric of each epoch.", "--verbose", "-v", panel=RUN),
 }
 """Flags that set a config key, by their name in config/aliases.py."""

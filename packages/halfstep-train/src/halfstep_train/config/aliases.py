@@ -106,6 +106,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "log.track": ("track", "report_to"),
     "train.callbacks": ("callbacks",),
     "log.quiet": ("quiet",),
+    "log.verbose": ("verbose",),
     "log.ledger": ("ledger", "ledger_every"),
     "log.watch": ("watch",),
 }

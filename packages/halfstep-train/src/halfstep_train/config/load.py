@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from halfstep.errors import ConfigError, format_count, suggest_nearest
 from halfstep.precision.names import normalise_precision
 from halfstep_train.config.aliases import GLOBAL_ALIASES, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
-from halfstep_train.config.foreign import translate_document
+from halfstep_train.config.foreign import has_key, translate_document
 from halfstep_train.config.references import Place, References, find_references
 from halfstep_train.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path
 from halfstep_train.config.section import convert_for_field, count_cores
@@ -99,7 +99,11 @@ def load(
 
 def make_nameless_error(document: Document) -> ConfigError:
     """Return the error for a file that names no workload and that no family can translate."""
-    fix = "add `workload: unet` to the file; accelerate's launch config belongs to `halfstep check`"
+    fix = "add `workload: unet` to the file"
+    if "distributed_type" in document.values:
+        fix = "this is accelerate's launch config: give it to `halfstep check`, together with a training config"
+    elif has_key(document.values, "trainer.amp"):
+        fix = "add `workload: radiodiff` to the file (any workload reads trainer.amp and trainer.fp16)"
     why = "the file has no `workload` key, and no supported project writes files like it"
     return ConfigError(f"{document.name}: no workload is named", why=why, fix=fix)
 

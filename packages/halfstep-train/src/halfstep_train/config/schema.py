@@ -360,6 +360,7 @@ class LogConfig(Section):
         (), "Experiment trackers that get metrics, config, plan and report: tensorboard, wandb, mlflow"
     )
     quiet: bool = setting(False, "Show warnings, errors and the final summary only")
+    verbose: bool = setting(False, "Print each epoch's metrics as a table, and keep finished bars")
     ledger: bool | PositiveCount = setting(
         False,
         "Record the dtypes that the first step of each mode computes in (report/ledger.json); a number N: "
@@ -368,6 +369,12 @@ class LogConfig(Section):
     watch: int = setting(
         0, "Measure the ranges of all modules every N steps, and warn before one leaves its format; 0: off", ge=0
     )
+
+    @model_validator(mode="after")
+    def refuse_quiet_and_verbose(self) -> Self:
+        if self.quiet and self.verbose:
+            raise ValueError("quiet and verbose contradict each other")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ import yaml
 from halfstep.errors import ConfigError, suggest_command
 from halfstep_train.config.section import Plain
 
+MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
 ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
@@ -56,7 +57,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_text(path: Path) -> str:
-    """Read a config file as text; refuse folders and other encodings."""
+    """Read a config file as text; refuse folders, huge files and other encodings."""
     if not path.exists():
         raise ConfigError(
             f"no such config file: {path}", fix="give the path of a YAML file, or a workload such as unet"
@@ -67,13 +68,26 @@ def read_text(path: Path) -> str:
             fix=f"to continue a run: {suggest_command('train', '--resume', path)}; to name a data folder: --data-dir",
         )
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        at = f"{path}:{error.object[: error.start].count(10) + 1}"  # the line
-        byte = f"{error.object[error.start]:#04x}"
-        raise ConfigError(f"{at}: byte {byte} is not UTF-8 text", fix="save the file as UTF-8") from error
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check its permissions") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} has {len(content):,} bytes",
+            why=f"a config is smaller than {MAX_BYTES:,} bytes",
+            fix="give the path of a YAML config",
+        )
+    return decode_text(content, path)
+
+
+def decode_text(content: bytes, path: Path) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: byte {content[error.start]:#04x} is not UTF-8 text", fix="save the file as UTF-8"
+        ) from error
 
 
 def parse_yaml(text: str, name: str) -> Document:
@@ -106,8 +120,12 @@ def compose_node(text: str, name: str) -> yaml.Node | None:
         at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown position"
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}", fix="save it as plain text") from error
+    except RecursionError:
+        raise ConfigError(
+            f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"
+        ) from None
 
 
 def suggest_yaml_fix(problem: str, text: str) -> str:

@@ -423,6 +423,7 @@ class RunReport:
         folder: Path,
         *,
         quiet: bool = False,
+        verbose: bool = False,
         listeners: Sequence[Listener] = (),
         console: Console | None = None,
         log: Path | None = None,
@@ -432,7 +433,7 @@ class RunReport:
         self._log = log
         self._console = console or Console()
         self._warnings = console or Console(stderr=True)
-        self._quiet = quiet
+        self._quiet, self._verbose = quiet, verbose
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self.folder, self._listeners, self._is_complete = folder, list(listeners), False
 
@@ -454,8 +455,9 @@ class RunReport:
         """Show one pass over the data, such as `Epoch 1/100`; call `advance` of the bar once per step.
 
         `whole` returns the position and the time left of the whole run. `show_epoch` prints the result of a summarised
-        pass, so its bar disappears.
+        pass, so its bar stays only if the report is verbose.
         """
+        is_summarised &= not self._verbose
         bar = Bar(label, total, whole=whole)
         if self._quiet:
             shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -475,9 +477,15 @@ class RunReport:
         else:
             self._print_line(text, style=STYLES[level], is_hidden=self._quiet)
 
-    def show_line(self, line: str) -> None:
-        """Print a line about an epoch."""
-        self._print_line(line, is_hidden=self._quiet)
+    def show_epoch(self, label: str, lines: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> None:
+        """Print the lines of an epoch; if verbose also each (name, train value, validation value) as a table."""
+        for line in lines:
+            self._print_line(line, is_hidden=self._quiet)
+        if self._quiet or not self._verbose:
+            return
+        columns = dict(zip((label, "train", "val"), zip(*rows, strict=True), strict=False))
+        shown = {title: cells for title, cells in columns.items() if any(cells)}
+        self._console.print(make_columns_table(shown, left=(label,)))
 
     def log(self, record: Mapping[str, object]) -> None:
         """Append one record to metrics.jsonl, and pass it on to trackers and callbacks."""

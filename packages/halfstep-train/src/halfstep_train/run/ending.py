@@ -279,6 +279,7 @@ def open_report(loaded: Loaded, folder: RunFolder, parts: Assembly) -> RunReport
     return RunReport(
         folder.path,
         quiet=log.quiet,
+        verbose=log.verbose,
         listeners=[*listeners, *([Callbacks(functions)] if functions else [])],
         log=folder.path / "train.log",
     )

@@ -41,7 +41,7 @@ from halfstep_train.kernels.fast_forms import allow_chains
 from halfstep_train.run.assemble import Assembly, assemble, make_all_due
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, count_parts, describe_halving, split_window
 from halfstep_train.tune.channels_last import match_layout
-from halfstep_train.tune.compiling import CompiledShapes, explain_compile_error, get_batch_shape
+from halfstep_train.tune.compiling import CompiledShapes, CompilerWarnings, explain_compile_error, get_batch_shape
 from halfstep_train.tune.fresh_thread import forget_compiled
 from halfstep_train.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, allow_cudnn_trials
 from halfstep_train.tune.trials import CannotRun, DoesNotFit, Rehearsal, Trial, load_first_batch
@@ -96,6 +96,7 @@ class Engine:
         self._before_compiling = before_compiling
         self.observe: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context of eager steps, in which a watch observes their modules."""
+        self._compiler_warnings = CompilerWarnings(lambda text: self.notice(text, "warning"))
         self.pieces = parts.plan.pieces
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.graphs = Graphs() if graphs is None else graphs
@@ -147,6 +148,7 @@ class Engine:
                 tries_cudnn = self.parts.plan.cudnn_benchmark and not self.parts.train.deterministic
                 with (
                     allow_cudnn_trials(tries_cudnn and all(map(self._is_full, pieces))),
+                    self._compiler_warnings.shorten_warnings(),
                     self.observe() if self.mode == "eager" else nullcontext(),
                 ):
                     facts = self.guarded.compute(self.make_loss(outputs), pieces)

@@ -84,7 +84,7 @@ class RunFolder:
         self, config: RunConfig, plan: Plan, decided: dict[str, list[Any]], before: Sequence[dict[str, Any]] = ()
     ) -> None:
         """Write settled.json, plan.json and config.yaml."""
-        config = config.replace(log={"quiet": False})
+        config = config.replace(log={"quiet": False, "verbose": False})
         code = sign_code(find_import_paths(config))
         self.write_settled(Settled(settings=dump_values(config), decided=decided, code=code, before=list(before)))
         self.write_plan(plan)
@@ -399,7 +399,7 @@ FREE = (
 
 A schedule that depends on the run's length changes with `train.epochs` and `train.max_steps`, which is reported."""
 
-NOT_STORED = ("log.quiet",)  # properties of one call, not of the run
+NOT_STORED = ("log.quiet", "log.verbose")  # properties of one call, not of the run
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 

@@ -335,10 +335,14 @@ class Journal:
         # The first phase represents the run.
         mean_loss = next(iter(self.seen.values())).mean_loss
         names = [name for name in val or train if name != "loss" and "/" not in name]
+        rows = [("loss", f"{mean_loss:.4f}", _format_score(val, "loss"))]
+        rows += [(f"loss {name}", f"{self.seen[name].mean_loss:.4f}", "") for name in self.phases]
+        rows += [(name, _format_score(train, name), _format_score(val, name)) for name in names]
         label = f"Epoch {epoch + 1}/{self.epochs}"
-        self.report.show_line(self._format_training_line(label, mean_loss, train))
+        lines = [self._format_training_line(label, mean_loss, train)]
         if val:
-            self.report.show_line(self._format_validation_line(label, val, is_best=is_best))
+            lines.append(self._format_validation_line(label, val, is_best=is_best))
+        self.report.show_epoch(label, lines, rows)
         if val and (hint := find_hint(self.name, val)):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
@@ -407,6 +411,10 @@ class Journal:
             self.seen[name] = PhaseProgress(newest, float(own["loss_sum"]), int(own["num_losses"]))
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
+
+
+def _format_score(scores: Mapping[str, float], name: str) -> str:
+    return f"{scores[name]:.4f}" if name in scores else ""
 
 
 def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:

@@ -71,7 +71,7 @@ class FarReport(RunReport):
 
     def _do_nothing(self, *_: object, **__: object) -> None: ...
 
-    show_header = show_line = log = finish = close = add_files = _do_nothing
+    show_header = show_epoch = log = finish = close = add_files = _do_nothing
     failure = None
 
     @contextlib.contextmanager

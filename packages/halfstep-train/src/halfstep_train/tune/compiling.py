@@ -7,10 +7,16 @@ run that met its shapes in another order would compile others.
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from subprocess import CalledProcessError
 from typing import TypeAlias
 
+from torch._dynamo.variables.tensor import TensorVariable
+
+from halfstep.disk import read_variable
 from halfstep.errors import summarise_error
 from halfstep_train.tune.modes import Batch
 
@@ -86,3 +92,57 @@ def _find_root(error: BaseException) -> BaseException:
     below = error.__cause__ or error.__context__
     is_the_compilers = type(error).__module__.startswith("torch.")
     return _find_root(below) if below and is_the_compilers and not isinstance(below, CalledProcessError) else error
+
+
+# --- the compiler's long warnings during a run, shortened to one line each: some code stays eager ---
+
+SOURCES = ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor")
+"""Loggers of the warnings below; a filter applies to its own logger only, not to child loggers."""
+
+TOO_OFTEN = re.compile(
+    r"torch\._dynamo hit config\.\w+ .*?last reason: (?:\S+: )?(?P<reason>[^\n]*?)(?: \(HINT|\n)", re.DOTALL
+)
+BREAK = re.compile(
+    r"Graph break from (?P<what>`[^`]*`).*File \"(?P<file>[^\"]*)\", line (?P<line>\d+)[^\n]*\n *(?P<code>[^\n]*)",
+    re.DOTALL,
+)
+MOST_QUOTED = 250  # of a reason, which quotes code
+
+
+class CompilerWarnings:
+    """Report each kind of warning once; with TORCH_LOGS the compiler's own output stays as well."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        # torch warns of a graph break once per process; a trial, whose warnings are dropped, may have used it up.
+        if warned := getattr(
+            TensorVariable, "_warn_capture_scalar_outputs", None
+        ):  # a private attribute of torch, which may disappear
+            warned.cache_clear()
+        self._say = say
+        self._said: set[re.Pattern[str]] = set()
+
+    @contextmanager
+    def shorten_warnings(self) -> Iterator[None]:
+        loggers = [logging.getLogger(name) for name in SOURCES]
+        for logger in loggers:
+            logger.addFilter(self._filter)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(self._filter)
+
+    def _filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if found := TOO_OFTEN.match(text):
+            reason = " ".join(found["reason"].split())[:MOST_QUOTED]
+            line = f"a function of the model was recompiled too often and now runs uncompiled: {reason}"
+        elif found := BREAK.match(text):
+            place = f"{found['file']}:{found['line']}: {found['code'].strip()}"[:MOST_QUOTED]
+            line = f"compiled with graph breaks, which is slower: {found['what']} waits for the device at {place}"
+        else:
+            return True
+        if found.re not in self._said:
+            self._said.add(found.re)
+            self._say(line)
+        return bool(read_variable("TORCH_LOGS"))

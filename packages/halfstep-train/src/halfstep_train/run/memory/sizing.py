@@ -181,7 +181,7 @@ class StepCost:
 Planners = dict[str, MemoryPlanner]
 NOT_OF_THE_STEP: Any = {
     **dict.fromkeys(("preset", "device", "schedule", "guard"), True),
-    "log": {"track", "quiet", "ledger"},
+    "log": {"track", "quiet", "verbose", "ledger"},
     "precision": {"default"},
     "train": {"fast", "memory", "epochs", "batch_size", "accumulate"},
 }

@@ -20,6 +20,7 @@ from halfstep.errors import DataError, make_printable, suggest_nearest
 from halfstep_train.config.section import fill_from_settings
 from halfstep_train.data.files import (
     ARRAY_ENDINGS,
+    VALIDATION_NAMES,
     Array,
     BadFiles,
     list_images,
@@ -232,12 +233,20 @@ def find_pairs(data: UNetDataConfig, bad_files: BadFiles) -> FoundPairs:
         lists = [str(folder / name) for name in found.lists]
         data = data.model_copy(update={"train_list": lists[0], "val_list": lists[1]})
         where += f"; split by {found.lists[0]} and {found.lists[1]}"
+    elif found.val is None and not has_lists:
+        where += _note_unused_list(folder)
     if found.val is None or has_lists:
         train, val = split_pairs([pair for part in pairs for pair in part], data)
     else:
         train, val = pairs
         where += f"; validation: {found.val}"
     return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored, has_background=found.has_background)
+
+
+def _note_unused_list(folder: Path) -> str:
+    """Return a note about a validation list that the layout does not use."""
+    path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
+    return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
 
 
 def _match_pairs(root: Path, names: PairNames, bad_files: BadFiles, *, some_without_masks: bool) -> tuple[Pair, ...]:
