@@ -17,6 +17,8 @@ from halfstep.fast import fast_path as fast
 from halfstep.fast.fast_path import State
 from halfstep.fast.kernel_choice import DepthwiseConvolution, time_call
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = torch.device("cuda")
 
 

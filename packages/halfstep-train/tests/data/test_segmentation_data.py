@@ -291,3 +291,16 @@ def test_images_and_masks_are_resized_together(tmp_path: Path) -> None:
 def test_nearest_resizing_takes_pixel_centres() -> None:
     assert resize_mask(np.arange(4)[None], (1, 2)).tolist() == [[1, 3]]
     assert resize_mask(np.arange(2)[None], (2, 4)).tolist() == [[0, 0, 1, 1]] * 2
+
+
+def test_a_cached_sample_is_the_same_and_outlives_its_file(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, "a", GRAY, GRAY * 0)
+    image = ImageFormat(size=(6, 8), channels=1)
+    cached = SegmentationData([pair], table=BINARY, image=image)
+    uncached = SegmentationData([pair], table=BINARY, image=image, cache_bytes=10)
+    first = cached.sample(0, key=(0, 0, 0))
+    pair.image.unlink()
+    first["image"].zero_()
+    assert np.array_equal(cached.sample(0, key=(0, 1, 0))["image"][0].numpy(), GRAY)
+    with pytest.raises(DataError, match=r"a\.png"):
+        uncached.sample(0, key=(0, 0, 0))

@@ -32,6 +32,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder, run_in_threads
 from halfstep_train.data.images import read_image, read_image_facts, to_bytes
 from halfstep_train.data.loader import make_generator
+from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.workloads.base.sheets import draw_table
 from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
 from halfstep_train.workloads.radio.config import RadioDataConfig
@@ -187,21 +188,32 @@ class RadioMaps:
 
     def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int]) -> None:
         self.items, self.size = tuple(files), size
+        byte = np.dtype(np.uint8)
+        # With missing buildings, each epoch draws a version at random, so there is nothing to cache.
+        is_fixed = all(len(item.buildings) == 1 for item in self.items)
+        self._cache = SampleCache(
+            len(self.items),
+            fields={"gain": ((1, *size), byte), "condition": ((3, *size), byte)},
+            limit_bytes=CACHE_BYTES if is_fixed else 0,
+        )
 
     def __len__(self) -> int:
         return len(self.items)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        item = self.items[index]
-        assert item.gain is not None
-        version = 0
-        if len(item.buildings) > 1:
-            version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
-        condition = read_condition(item, self.size, version=version)
-        return {
-            "gain": torch.from_numpy(read_gray(item.gain, self.size)[None]),
-            "condition": torch.from_numpy(condition),
-        }
+        arrays = self._cache.get(index)
+        if arrays is None:
+            item = self.items[index]
+            assert item.gain is not None
+            version = 0
+            if len(item.buildings) > 1:
+                version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
+            arrays = {
+                "gain": read_gray(item.gain, self.size)[None],
+                "condition": read_condition(item, self.size, version=version),
+            }
+            self._cache.put(index, arrays)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def name_of(self, index: int) -> str:
         return make_printable(f"{self.items[index].name}.png")

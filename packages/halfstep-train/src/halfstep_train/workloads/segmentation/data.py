@@ -42,6 +42,7 @@ from halfstep_train.data.images import (
     to_bytes,
 )
 from halfstep_train.data.layouts import ID, NamePattern, PairLayout, PairNames, find_layout
+from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.workloads.segmentation.config import UNetDataConfig
 
 # --- masks ---
@@ -382,19 +383,31 @@ class ImageFormat:
 
 
 class SegmentationData:
-    """Samples of pairs: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8."""
+    """Samples of pairs: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8. Cached in memory if all fit."""
 
-    def __init__(self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         self.pairs, self.table, self.image = tuple(pairs), table, image
+        image_dtype = np.dtype(np.float32 if image.is_float else np.uint8)
+        self._cache = SampleCache(
+            len(self.pairs),
+            fields={"image": ((image.channels, *image.size), image_dtype), "mask": (image.size, np.dtype(np.uint8))},
+            limit_bytes=cache_bytes,
+        )
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """Return sample `index`. The key is not used: augmentation runs on the device."""
-        pair = self.pairs[index]
-        classes = self.table.to_classes(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
-        return {"image": torch.from_numpy(read_planes(pair.image, self.image)), "mask": torch.from_numpy(classes)}
+        arrays = self._cache.get(index)
+        if arrays is None:
+            pair = self.pairs[index]
+            mask = resize_mask(read_mask(pair.mask), self.image.size)
+            arrays = {"image": read_planes(pair.image, self.image), "mask": self.table.to_classes(mask, pair.mask)}
+            self._cache.put(index, arrays)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def name_of(self, index: int) -> str:
         """Return the file name of the image."""
