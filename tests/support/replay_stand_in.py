@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.fast import compiled_trial
+from halfstep.fast import compiled_trial, tuned_trial
 from halfstep.fast import fast_path as fast
 from halfstep.fast.certificate import StepState
 from halfstep.step.facts import Facts
@@ -85,11 +85,13 @@ class BackwardStandIn(StandIn):
 
 
 def try_compiled_code_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try compiled code from the first replay on, with torch's kernels in place of Inductor's. It is always faster."""
+    """Try compiled code from the first replay on, with torch's kernels in place of Inductor's. It is always faster, and
+    it is not tuned."""
     monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
     monkeypatch.setattr(fast, "LOOK_EVERY", 1)
     monkeypatch.setattr(compiled_trial, "COMPILE_S", -1.0)
     monkeypatch.setattr(compiled_trial, "COMPILE_S_PER_NODE", 0.0)
+    monkeypatch.setattr(tuned_trial, "LIKELY_SAVING", 0.0)
     seconds = itertools.cycle([2.0, 1.0])
     monkeypatch.setattr(compiled_trial, "time_replays", lambda replay, device: next(seconds))
 

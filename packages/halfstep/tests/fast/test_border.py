@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.fast import certificate, compiled_trial, traced, windows
+from halfstep.fast import certificate, compiled_trial, traced, tuned_trial, windows
 from halfstep.fast import fast_path as fast
 from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 
@@ -93,6 +93,7 @@ def _compile_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     """Try compiled code, and check every replay."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try_compiled_code_at_once(monkeypatch)
+    monkeypatch.setattr(tuned_trial, "LIKELY_SAVING", 1e9)
     monkeypatch.setattr(fast, "CHECK_SHARE", 1e9)
     monkeypatch.setattr(compiled_trial.CompileHistory, "write", lambda self, *found: None)
     with replays_on_cpu():
