@@ -212,7 +212,6 @@ VARIANTS: dict[str, Callable[[Callable[[], Built]], tuple[Train, Callable[[], st
     "hs tuned": lambda case: make_guarded(case, "auto", num_steps=10_000_000),
     "max-autotune": lambda case: make_plain(case, "max-autotune"),
 }
-AWAITED = {"hs auto": "compile", "hs tuned": "tuned"}  # in the mode, once hs.Step has seen enough steps
 
 
 ZOO_VARIANTS = ("plain", "compiled", "reduce-overhead", "hs auto")
@@ -241,7 +240,10 @@ def train_model(name: str, variants: list[str], rounds: int) -> None:
         try:
             train, describe = VARIANTS[variant](case)
             number = 0
-            while number < WARMUP_STEPS or AWAITED.get(variant, "") not in describe():
+            # hs.Step compiles, and tunes, once it has seen enough steps.
+            while (
+                number < WARMUP_STEPS or {"hs auto": "compile", "hs tuned": "tuned"}.get(variant, "") not in describe()
+            ):
                 run(train, number)
                 number += 1
                 if number > 400 or time.perf_counter() - began > MOST_WARMUP_S:

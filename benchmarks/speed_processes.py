@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +34,6 @@ CHOICES = "*.best_config"
 """Files in which inductor keeps the block sizes it took for a kernel."""
 
 Found = TypeVar("Found")
-Facts = dict[str, Any]
-"""Of the hardware, in the form that can be sent to a process."""
 
 
 @contextlib.contextmanager
@@ -68,7 +67,7 @@ def fill_caches(
             return print(f"{time.strftime('%X')} no time was left to fill the cache of {label}", flush=True)
         start = time.perf_counter()
         try:
-            in_own_process(fill_one, case, request, hardware.to_dict())
+            in_own_process(fill_one, case, request, make_sendable(hardware))
             said = f"filled the cache of {label}"
         # Whatever a peer or its process dies of: the timed row will tell, and starts with what there is.
         except Exception as error:
@@ -87,26 +86,31 @@ def forget_choices(folder: Path, began: float) -> None:
             path.unlink()
 
 
-def fill_one(case: Case, request: BenchRequest, facts: Facts) -> None:
+def make_sendable(hardware: Hardware) -> Hardware:
+    """Return it with tables that can be pickled."""
+    return replace(hardware, support=dict(hardware.support), published_tflops=dict(hardware.published_tflops))
+
+
+def fill_one(case: Case, request: BenchRequest, hardware: Hardware) -> None:
     """In a process of its own: what is compiled for these steps is on disk afterwards."""
     with own_decisions():
-        only_runner(case, request, Hardware.from_dict(facts)).train(FILLING_STEPS, lambda: None)
+        only_runner(case, request, hardware).train(FILLING_STEPS, lambda: None)
 
 
 def starts(case: Case, mode: str, hardware: Hardware) -> dict[str, Any]:
     """halfstep's first start ever and its second, trials of `auto` included: two processes and one new cache."""
     request = next(iter(row_requests(case, (mode,)).values()))
     with tempfile.TemporaryDirectory() as folder:
-        cold, warm = (in_own_process(start_once, case, request, hardware.to_dict(), folder) for _ in range(2))
+        cold, warm = (in_own_process(start_once, case, request, make_sendable(hardware), folder) for _ in range(2))
     return {"mode": mode, "date": time.strftime("%Y-%m-%d"), "cold": cold, "warm": warm}
 
 
-def start_once(case: Case, request: BenchRequest, facts: Facts, folder: str) -> dict[str, Any]:
+def start_once(case: Case, request: BenchRequest, hardware: Hardware, folder: str) -> dict[str, Any]:
     """In a process of its own: from a model on the host to the end of the first step."""
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
     os.environ.update({"XDG_CACHE_HOME": folder, **compiled})
-    runner = only_runner(case, request, Hardware.from_dict(facts))
-    seconds, cache = first_step(runner, torch.device(facts["device"]))
+    runner = only_runner(case, request, hardware)
+    seconds, cache = first_step(runner, torch.device(hardware.device))
     return {"s": seconds, "cache": cache, "remarks": getattr(runner, "remarks", [])}
 
 

@@ -33,7 +33,7 @@ from halfstep_train.bench.bench import BenchRequest, list_runners, measure_runne
 from halfstep_train.bench.measure_row import Pause, Row, Schedule, make_unmeasured_row
 from halfstep_train.bench.problem import BenchMode, Problem
 from speed_cases import Case, problem_of, row_requests
-from speed_processes import Facts, own_decisions
+from speed_processes import make_sendable, own_decisions
 
 COMPILING_SHARE = 0.6
 """Of the time there is: who is not compiled by then is left out, or nothing would be timed."""
@@ -113,7 +113,7 @@ def seated(jobs: list[tuple[str, Case, BenchRequest]], hardware: Hardware, its_c
         try:
             for name, case, request in jobs:
                 ours, its = PROCESSES.Pipe()
-                given = (case, request, hardware.to_dict(), its, f"{folder}/device", its_cores)
+                given = (case, request, make_sendable(hardware), its, f"{folder}/device", its_cores)
                 process = PROCESSES.Process(target=sit, args=given)
                 process.start()
                 its.close()  # so that its death is heard
@@ -124,9 +124,8 @@ def seated(jobs: list[tuple[str, Case, BenchRequest]], hardware: Hardware, its_c
                 seat.process.kill()
 
 
-def sit(case: Case, request: BenchRequest, facts: Facts, line: Connection, lock: str, its_cores: int) -> None:
+def sit(case: Case, request: BenchRequest, hardware: Hardware, line: Connection, lock: str, its_cores: int) -> None:
     """In a process of its own: compile on so many cores, wait for the turn, be timed, and send the row."""
-    hardware = Hardware.from_dict(facts)
 
     def turn() -> None:
         device.leave()
