@@ -55,16 +55,16 @@ def judge_recipe(name: str, recipe: str) -> dict[str, Any]:
     return {"layers": sum(row.compute == "fp8" for row in step.plan.rows), "reason": step.plan.reason}
 
 
-def train_on_text(name: str, precision: hs.Precision, seed: int, num_steps: int, text: Path) -> float:
+def train_on_text(name: str, precision: hs.Precision, seed: int, arguments: argparse.Namespace) -> float:
     """Return the mean loss of the last 50 steps."""
     torch._dynamo.reset()
     model, optimizer, loss_fn = build(CASES[name], seed)
     with torch.device("meta"):
         num, length = CASES[name]()[2](0).shape
-    ids = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).to(DEVICE).long()
+    ids = torch.frombuffer(bytearray(arguments.text.read_bytes()), dtype=torch.uint8).to(DEVICE).long()
     step = hs.Step(model, optimizer, precision, fast="compile", clip_norm=1.0)
     outcomes = []
-    for _ in range(num_steps):
+    for _ in range(arguments.loss):
         starts = torch.randint(len(ids) - length, (num, 1), device=DEVICE)
         outcomes.append(step(loss_fn, [ids[starts + torch.arange(length, device=DEVICE)]]))
     return fmean(float(outcome.loss) for outcome in outcomes[-50:])
@@ -72,8 +72,7 @@ def train_on_text(name: str, precision: hs.Precision, seed: int, num_steps: int,
 
 def compare_losses(name: str, recipe: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
     asked = {"bf16": hs.Precision("bf16"), "fp8": hs.Precision("fp8", fp8_recipe=recipe, force=True)}
-    given = arguments.loss, arguments.text
-    return {of: [train_on_text(name, asked[of], seed, *given) for seed in range(arguments.seeds)] for of in asked}
+    return {of: [train_on_text(name, asked[of], seed, arguments) for seed in range(arguments.seeds)] for of in asked}
 
 
 def main() -> None:

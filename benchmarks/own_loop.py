@@ -213,6 +213,8 @@ VARIANTS: dict[str, Callable[[Callable[[], Built]], tuple[Train, Callable[[], st
     "max-autotune": lambda case: make_plain(case, "max-autotune"),
 }
 
+AWAITED = {"hs auto": "compile", "hs tuned": "tuned"}  # in the mode, once hs.Step has seen enough steps
+
 
 ZOO_VARIANTS = ("plain", "compiled", "reduce-overhead", "hs auto")
 
@@ -240,10 +242,7 @@ def train_model(name: str, variants: list[str], rounds: int) -> None:
         try:
             train, describe = VARIANTS[variant](case)
             number = 0
-            # hs.Step compiles, and tunes, once it has seen enough steps.
-            while (
-                number < WARMUP_STEPS or {"hs auto": "compile", "hs tuned": "tuned"}.get(variant, "") not in describe()
-            ):
+            while number < WARMUP_STEPS or AWAITED.get(variant, "") not in describe():
                 run(train, number)
                 number += 1
                 if number > 400 or time.perf_counter() - began > MOST_WARMUP_S:
