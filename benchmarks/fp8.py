@@ -1,7 +1,7 @@
 """Where fp8 pays in hs.Step: the captured, compiled step in bf16 against the same step with each of torchao's recipes.
 
     python benchmarks/fp8.py [--only llama_1b,gpt2_xl] [--recipes tensorwise] [--out DIR]
-    python benchmarks/fp8.py --only llama_1b --recipes tensorwise --loss 500 --seeds 3 --text FILE
+    python benchmarks/fp8.py --only llama_1b --recipes tensorwise --loss 500 FILE --seeds 3
 
 Each model trains with AdamW (fused) and clipping at 1.0 until hs.Step has decided. Prints and stores what it tells: the
 times of both steps, or why fp8 was not tried, and how many layers run in fp8 from then on. One to three minutes for
@@ -61,10 +61,10 @@ def train_on_text(name: str, precision: hs.Precision, seed: int, arguments: argp
     model, optimizer, loss_fn = build(CASES[name], seed)
     with torch.device("meta"):
         num, length = CASES[name]()[2](0).shape
-    ids = torch.frombuffer(bytearray(arguments.text.read_bytes()), dtype=torch.uint8).to(DEVICE).long()
+    ids = torch.frombuffer(bytearray(Path(arguments.loss[1]).read_bytes()), dtype=torch.uint8).to(DEVICE).long()
     step = hs.Step(model, optimizer, precision, fast="compile", clip_norm=1.0)
     outcomes = []
-    for _ in range(arguments.loss):
+    for _ in range(int(arguments.loss[0])):
         starts = torch.randint(len(ids) - length, (num, 1), device=DEVICE)
         outcomes.append(step(loss_fn, [ids[starts + torch.arange(length, device=DEVICE)]]))
     return fmean(float(outcome.loss) for outcome in outcomes[-50:])
@@ -79,9 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES), help="models, with commas")
     parser.add_argument("--recipes", default=",".join(FP8_RECIPES), help="of torchao, with commas")
-    parser.add_argument("--loss", type=int, help="compare the loss after so many steps instead of the time")
+    parser.add_argument("--loss", nargs=2, metavar=("STEPS", "FILE"), help="compare losses on a text instead of times")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--text", type=Path, help="a file for --loss")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     arguments = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}

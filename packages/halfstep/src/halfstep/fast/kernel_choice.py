@@ -81,7 +81,7 @@ def list_ways(node: Node) -> list[Any]:
             torch_attention,
             *map(functools.partial(attend_by, torch_attention), [*list_kernels(), *list_cudnn(node)]),
         ]
-    if node.target is F.multi_head_attention_forward:  # torch chooses among the others only where cuDNN's is slower
+    if node.target is F.multi_head_attention_forward:  # without cuDNN: the shape of the heads is not known here
         return [node.target, *map(functools.partial(attend_by, node.target), list_kernels())]
     if node.target is torch.conv2d and (convolve := make_depthwise(node)):
         return [torch.conv2d, convolve]

@@ -38,6 +38,8 @@ TUNED: dict[Compiler, Compiler] = {
 """The compiler that makes the same code, tuned."""
 LIKELY_SAVING = 0.05
 """Share of the time of compiled steps that tuning saves, before it was measured for a model: an estimate."""
+SPENT = 0.2
+"""Share of that saving which is spent on it at most, so that a run gains even if the saving is overestimated."""
 MOST_S = 600.0
 """The most that a run spends on it."""
 MOST_COMPILING = 0.5
@@ -45,7 +47,7 @@ MOST_COMPILING = 0.5
 
 
 def find_budget(path: FastPath, attempt: Attempt) -> float:
-    """Return how many seconds tuning may take: what it is likely to save. 0 if that would not pay for compiling."""
+    """Return how many seconds tuning may take. 0 if compiling alone would take too much of them."""
     shape = attempt.shape
     if shape.tuning is None:
         window = describe_window(attempt.batches)
@@ -53,7 +55,7 @@ def find_budget(path: FastPath, attempt: Attempt) -> float:
         _, saving = CompileHistory(path.step, ("tuned", window)).expect(0, LIKELY_SAVING)
         shape.tuning = compile_s, saving
     compile_s, saving = shape.tuning
-    budget_s = min(MOST_S, saving * compiled_trial.measure_rest(path, path.compiled))
+    budget_s = min(MOST_S, SPENT * saving * compiled_trial.measure_rest(path, path.compiled))
     return budget_s if compile_s <= MOST_COMPILING * budget_s else 0.0
 
 
