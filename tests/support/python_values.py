@@ -366,6 +366,20 @@ def context_variable(device: torch.device) -> Loop:
     return Loop(model, loss_fn)
 
 
+def loop_over_time(device: torch.device) -> Loop:
+    """Call one operation on the compiled path, and loop for long on the eager path."""
+    model = make_model(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        x = batch[0] * 1
+        if not is_compiled():
+            for _ in range(100):
+                x = x * 1
+        return get_loss(model, (x, batch[1]))
+
+    return Loop(model, loss_fn)
+
+
 def no_path(device: torch.device) -> Loop:
     """Take a path that cannot be traced where the code is compiled, and have no other that equals the eager step."""
     model, setting = make_model(device), Setting()
@@ -556,7 +570,7 @@ CASES: dict[str, Callable[[torch.device], Loop]] = {
         batch_in_place,
         nested_dict, dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch,
         numpy_in_closure, tensor_made_outside, batch_in_closure, batch_on_the_host, custom_op, lstm,
-        layer_drop, layer_dropped_later, eager_path, refused_path, context_variable, no_path,
+        layer_drop, layer_dropped_later, eager_path, refused_path, context_variable, loop_over_time, no_path,
         mask_of_constants, mask_written, inputs_require_grad, spectral_norm,
     )
 } | {"layer_drop_by_chance": functools.partial(layer_drop, probability=0.5)}  # fmt: skip

@@ -68,6 +68,20 @@ def test_the_users_tensors_keep_their_marks() -> None:
     assert vars(batch) == before
 
 
+@pytest.mark.parametrize(("num", "is_traced"), [(20, True), (100, False)])
+def test_the_eager_path_is_traced_unless_it_is_a_long_loop(num: int, is_traced: bool) -> None:
+    def get_loss(logits: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            for _ in range(num):
+                logits = logits * 1
+        return logits.mean()
+
+    step = train(get_loss, "graph", torch.randn(2, 4))
+    assert step.mode == "graph"
+    (tracer,) = step._fast.tracers.values()
+    assert (tracer.entries[0].num_nodes > num) == is_traced
+
+
 @pytest.mark.parametrize("kind", ["random", "numpy"])
 def test_torch_gives_no_advice_on_what_nobody_asked_for(
     kind: str, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder

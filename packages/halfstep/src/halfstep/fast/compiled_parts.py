@@ -278,7 +278,6 @@ class PartsCallback:
         self._parts = parts
         self._num_versions: dict[CodeType, int] = {}
         self._questions = Questions()
-        self._questions.are_denied = True  # a library takes the path of eager steps, with which no part is compared
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         parts, number = self._parts, self._num_versions.get(frame.f_code, 0) + 1

@@ -5,10 +5,11 @@ its parts are compiled, that is `break_graphs`: Python runs what Dynamo would tr
 is compared with Python code.
 
 - *Libraries that ask whether they are compiled* take another path then: transformers leaves out an attention mask that
-  masks nothing, but only in eager code, and another kernel draws other dropout numbers. If code cannot be traced, or
-  does not equal the eager step, it is traced once more, and code outside of torch and halfstep is told that it is not
-  compiled. Not at first: the eager path may be a loop over time, where compiled code calls one operation. A function
-  whose eager path cannot be traced, such as a `ContextVar`, gets the true answer again.
+  masks nothing, but only in eager code. Attention with a mask is slower, and its kernel draws other dropout numbers.
+  Code outside of torch and halfstep is therefore told that it is not compiled. A function whose eager path cannot be
+  traced, such as a `ContextVar`, or is a long loop over time, where compiled code may call one operation, gets the true
+  answer, and everything is traced once more. So does the last one that asked if the traced code cannot be captured, or
+  does not equal the eager step.
 - *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
   number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
 - `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing and
@@ -88,6 +89,7 @@ TRANSLATORS = (
 NAMESPACES = (torch, torch.nn.functional, operator)
 NUM_CALLERS = 2  # of a function that asks: a library may ask in one function for all others
 MAX_TRUSTED = 8  # functions that get the true answer after all: the loss function is traced anew for each
+MAX_TURNS = 64  # of a loop in a function that was told no
 TRACES_GRADIENTS = hasattr(torch._dynamo.config, "trace_autograd_ops")
 """Whether Dynamo knows `torch.autograd.grad`: since torch 2.11."""
 CONTAINERS = (ConstDictVariable, ListVariable, TupleVariable)
@@ -97,31 +99,38 @@ BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "ne
 
 
 class Questions:
-    """Whether code is told that it is not compiled, whether any has asked, and who gets the true answer all the same.
+    """Which code is told that it is not compiled, and which gets the true answer after all.
 
     Who asks is the code of a function and of its callers."""
 
     def __init__(self) -> None:
-        self.are_denied, self.was_asked = False, False
         self.last: tuple[CodeType, ...] = ()  # that was told no in this trace
+        self.turns: dict[CodeType, int] = {}  # of loops, in each code that was told no in this trace
         self._trusted: set[tuple[CodeType, ...]] = set()
-
-    @property
-    def are_open(self) -> bool:
-        """True if another answer would trace other code."""
-        return self.was_asked and not self.are_denied
 
     def deny(self, tx: Any) -> bool:
         """Return whether the code that Dynamo traces is told no."""
-        self.was_asked = True
         asking, caller = list[CodeType](), tx
         while caller is not None and len(asking) <= NUM_CALLERS:
             asking.append(caller.f_code)
             caller = caller.parent
-        if not self.are_denied or tuple(asking) in self._trusted:
+        if tuple(asking) in self._trusted:
             return False
         self.last = tuple(asking)
+        self.turns |= dict.fromkeys(asking, 0)
         return True
+
+    def limit_turns(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Return how a loop goes on: not for long in code that was told no."""
+
+        def iterate(tx: Any, instruction: Any) -> None:
+            if tx.f_code in self.turns:
+                self.turns[tx.f_code] += 1
+                if self.turns[tx.f_code] > MAX_TURNS:
+                    refuse("a long loop in code that asks whether it is compiled", tx.f_code.co_name)
+            handler(tx, instruction)
+
+        return iterate
 
     def trust_last(self) -> bool:
         """Give the true answer to the code that was told no last: it could not be traced. Return False if none was, or
@@ -151,7 +160,11 @@ def break_graphs() -> Iterator[None]:
 @contextlib.contextmanager
 def fill_gaps(questions: Questions) -> Iterator[None]:
     """Let Dynamo trace more while this is active."""
-    around = {**dict.fromkeys(JUMPS, jump_if_known), "STORE_ATTR": require_or_store}
+    around = {
+        **dict.fromkeys(JUMPS, jump_if_known),
+        "STORE_ATTR": require_or_store,
+        "FOR_ITER": questions.limit_turns,
+    }
     with contextlib.ExitStack() as stack:
         stack.enter_context(answer(questions))
         for translator in TRANSLATORS:
@@ -200,7 +213,7 @@ def keep_quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def answer(questions: Questions) -> Iterator[None]:
     """Answer the questions of the code that Dynamo traces while this is active."""
-    questions.last = ()
+    questions.last, questions.turns = (), {}
     handlers = TorchInGraphFunctionVariable._get_handlers()
     answers: dict[Any, Any] = {one: deny(handlers[one], questions) for one in QUESTIONS}
     # Dynamo cannot trace this question. Eager steps, which replays follow, are not captured.
@@ -210,7 +223,7 @@ def answer(questions: Questions) -> Iterator[None]:
 
 
 def deny(handler: Callable[..., Any], questions: Questions) -> Callable[..., Any]:
-    """Return a handler that says no to code outside of torch, if questions are denied."""
+    """Return a handler that says no to code outside of torch that is not trusted."""
 
     def handle(variable: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
         if not tx.f_code.co_filename.startswith(KNOWING) and questions.deny(tx):

@@ -666,7 +666,7 @@ class FastPath:
                 state.compare_gradients(eager[0], runs)
             except ReplayDiffers as error:
                 reason = f"the traced code does not equal the eager step: {error}"
-        if reason and tracer.take_eager_path(reason):
+        if reason and tracer.take_compiled_path(reason):
             return True
         if reason:
             raise NotTraced(tracer.reason)

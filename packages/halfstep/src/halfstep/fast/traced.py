@@ -107,7 +107,7 @@ class TracedLoss:
         self.pure_ops = PURE | pure_ops
         self._autocast = self._make_autocast()
         self.entries: list[Entry] = []
-        self.reason = ""  # why the first trace failed, or differed from the eager step, if no other has equalled it
+        self.reason = ""  # why the last trace failed, or differed from the eager step
         self._last: Call | None = None
         self._cause = ""  # of the last new entry: the guard that failed
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
@@ -153,10 +153,8 @@ class TracedLoss:
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
         except (TorchDynamoException, GuardOnDataDependentSymNode) as error:  # the latter comes as itself in torch 2.11
-            if not self.take_eager_path(explain(error)):
-                if not self._callback.questions.trust_last():
-                    raise NotTracedWhole(self.reason) from None
-                self._forget_entries()
+            if not self.take_compiled_path(explain(error)):
+                raise NotTracedWhole(self.reason) from None
             return self(loss_fn, batch, before_new, only_looks=only_looks)
         call: Call | None = self._last
         if call is None:
@@ -164,19 +162,16 @@ class TracedLoss:
         call.result = result
         return call
 
-    def take_eager_path(self, reason: str) -> bool:
-        """Trace everything anew, as if it was not compiled. Return False if that changes nothing."""
-        self.reason = self.reason or reason
-        if not self._callback.questions.are_open:
+    def take_compiled_path(self, reason: str) -> bool:
+        """Trace everything anew, where the code that asked last whether it is compiled gets the true answer. Return
+        False if that changes nothing."""
+        self.reason = reason
+        if not self._callback.questions.trust_last():
             return False
-        self._callback.questions.are_denied = True
-        self._forget_entries()
-        return True
-
-    def _forget_entries(self) -> None:
         reset_code(self._function.__code__)
         self.entries.clear()
         self._streaks.clear()
+        return True
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
@@ -240,8 +235,8 @@ class TracedLoss:
         entry.compile("aten")
         entry.why_not = entry.why_not or find_repeated(module, entry)
         if entry.why_not:
-            entry.why_not = self.reason = self.reason or entry.why_not
-            if self._callback.questions.are_open:
+            self.reason = entry.why_not
+            if self._callback.questions.last:
                 raise NotTraced(entry.why_not)  # to Dynamo: it is traced once more
         self.entries.append(entry)
         returned = find_returned(module)
@@ -747,6 +742,8 @@ def name_line(lines: Sequence[str]) -> str:
 
 def explain(error: BaseException) -> str:
     """Return Dynamo's reason in one line, with the user's line."""
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, NotTraced):
+        return str(error.inner_exception)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
     if isinstance(error, BackendCompilerFailed) and len(lines) > 1:
