@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -83,10 +84,11 @@ def set_times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 # --- kernels ---
 
 
-def trace(model: nn.Module, x: Tensor) -> GraphModule:
+def trace(model: Any, x: Tensor) -> GraphModule:
     graphs: list[GraphModule] = []
 
-    def keep(graph: GraphModule, _: Any) -> Any:
+    def keep(graph: GraphModule, inputs: Any) -> Any:
+        graph.meta["inputs"] = list(inputs)
         graphs.append(graph)
         return graph.forward
 
@@ -138,6 +140,54 @@ def test_measuring_draws_no_random_numbers_and_skips_kernels_that_do_not_run() -
     x, time_call = torch.zeros(1, 2, 3, 4), kernel_choice.time_call
     assert time_call(torch.conv2d, ((x, torch.zeros(2, 9, 1, 1)), {}), torch.float32, CPU) == kernel_choice.UNTIMED
     assert 0 < time_call(torch.conv2d, ((x, torch.zeros(2, 2, 1, 1)), {}), torch.float32, CPU) < 1
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, **options)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        output: Tensor = self.attention(x, x, x, **{"need_weights": False, **options})[0]
+        return output
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"bias": False}, {"batch_first": True, "dropout": 0.5}], ids=str
+)
+def test_self_attention_without_copies_equals_torchs(
+    options: dict[str, Any], is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = SelfAttention(**options), torch.randn(5, 5, 8, requires_grad=True)
+    mask = {"attn_mask": torch.ones(5, 5).triu(1).bool(), "is_causal": True} if is_causal else {}
+    graph = trace(functools.partial(model, **mask), x)
+    prefer(monkeypatch, "attend_packed")
+    packed = choose_kernels(graph, CPU)
+    assert "attend_packed" in list_targets(packed)
+    found = []
+    for one in (graph, packed):
+        torch.manual_seed(1)
+        (output,) = one(*graph.meta["inputs"])
+        found.append([output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])])
+    for usual, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, usual, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"need_weights": True},
+        {"attn_mask": torch.zeros(5, 5)},
+        {"key_padding_mask": torch.zeros(3, 5, dtype=torch.bool)},
+    ],
+    ids=["weights", "mask", "padding"],
+)
+def test_other_attention_keeps_its_copies(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trace(functools.partial(SelfAttention(), **options), torch.randn(5, 3, 8))
+    prefer(monkeypatch, "attend_packed")
+    assert "attend_packed" not in list_targets(choose_kernels(graph, CPU))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -2,8 +2,9 @@
 
 torch chooses attention kernels by a fixed order, and which one is the fastest depends on device, shape, mask and
 dropout. On an H200 with torch 2.11 the first of that order, cuDNN's, was the fastest for the shapes of GPT-2, ViT and
-Llama. The gradient of a depthwise convolution with respect to its input takes cuDNN up to twice as long there as the
-convolution with the flipped kernel, which is the same sum.
+Llama. `nn.MultiheadAttention` copies queries, keys and values before it attends, which the kernels do not need. The
+gradient of a depthwise convolution with respect to its input takes cuDNN up to twice as long there as the convolution
+with the flipped kernel, which is the same sum.
 
 Each call of Dynamo's graph is timed in each way alone, forward and backward, on random numbers with the call's shapes
 and strides. The graph's copy then computes it in the fastest one.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -81,8 +83,10 @@ def list_ways(node: Node) -> list[Any]:
             torch_attention,
             *map(functools.partial(attend_by, torch_attention), [*list_kernels(), *list_cudnn(node)]),
         ]
-    if node.target is F.multi_head_attention_forward:  # without cuDNN: the shape of the heads is not known here
-        return [node.target, *map(functools.partial(attend_by, node.target), list_kernels())]
+    if node.target is F.multi_head_attention_forward:
+        ways = [node.target, attend_packed] if is_plain_self_attention(node) else [node.target]
+        # Without cuDNN: the shape of the heads is not known here.
+        return [*ways, *map(functools.partial(attend_by, ways[-1]), list_kernels())]
     if node.target is torch.conv2d and (convolve := make_depthwise(node)):
         return [torch.conv2d, convolve]
     return [node.target]
@@ -113,6 +117,32 @@ def attend_by(target: Run, kernel: SDPBackend) -> Run:
 
     attend.__name__ = f"attend_by_{kernel.name.lower()}"  # in the graph
     return attend
+
+
+def is_plain_self_attention(node: Node) -> bool:
+    """True for nn.MultiheadAttention of one tensor with itself, without weights returned or a mask that is read."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    one = given.arguments
+    is_self = one["query"] is one["key"] is one["value"] and not one["use_separate_proj_weight"]
+    is_masked = one["attn_mask"] is not None and not one["is_causal"]
+    others = (one[name] is not None for name in ("bias_k", "key_padding_mask", "static_k", "static_v"))
+    is_plain = not (is_masked or one["need_weights"] or one["add_zero_attn"] or any(others))
+    return is_self and is_plain and read_example(one["query"]).ndim == 3
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, width: int, num_heads: int, weight: Tensor, bias: Tensor | None,
+    bias_k: None, bias_v: None, add_zero_attn: bool, dropout: float, out_weight: Tensor, out_bias: Tensor | None,
+    training: bool = True, is_causal: bool = False, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as F.multi_head_attention_forward does, to views of the projection instead of copies."""
+    length, num, _width = query.shape
+    packed = F.linear(query.transpose(0, 1), weight, bias).view(num, length, 3, num_heads, -1)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
+    output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout if training else 0.0, is_causal=is_causal)
+    output = F.linear(output.transpose(1, 2).reshape(num, length, width), out_weight, out_bias)
+    return output.transpose(0, 1), None
 
 
 # --- depthwise convolutions ---
