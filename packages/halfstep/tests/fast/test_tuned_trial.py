@@ -142,6 +142,24 @@ def test_measuring_draws_no_random_numbers_and_skips_kernels_that_do_not_run() -
     assert 0 < time_call(torch.conv2d, ((x, torch.zeros(2, 2, 1, 1)), {}), torch.float32, CPU) < 1
 
 
+@pytest.mark.parametrize(("num", "is_padded"), [(13, True), (16, False)])
+def test_an_unaligned_linear_layer_may_be_padded(num: int, is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(8, num, dtype=torch.bfloat16), torch.randn(3, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+    graph = trace(model, x)
+    prefer(monkeypatch, "multiply_padded")
+    padded = choose_kernels(graph, CPU)
+    assert ("multiply_padded" in list_targets(padded)) == is_padded
+    for usual, own in zip(*(run_traced(one, graph, x, model) for one in (graph, padded)), strict=True):
+        torch.testing.assert_close(own, usual, rtol=0, atol=0)
+
+
+def run_traced(module: GraphModule, graph: GraphModule, x: Tensor, model: nn.Module) -> list[Tensor]:
+    """Return the output and the gradients of traced code with the inputs of `graph`."""
+    torch.manual_seed(1)
+    (output,) = module(*graph.meta["inputs"])
+    return [output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])]
+
+
 class SelfAttention(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -166,12 +184,7 @@ def test_self_attention_without_copies_equals_torchs(
     prefer(monkeypatch, "attend_packed")
     packed = choose_kernels(graph, CPU)
     assert "attend_packed" in list_targets(packed)
-    found = []
-    for one in (graph, packed):
-        torch.manual_seed(1)
-        (output,) = one(*graph.meta["inputs"])
-        found.append([output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])])
-    for usual, own in zip(*found, strict=True):
+    for usual, own in zip(*(run_traced(one, graph, x, model) for one in (graph, packed)), strict=True):
         torch.testing.assert_close(own, usual, rtol=1e-5, atol=1e-6)
 
 

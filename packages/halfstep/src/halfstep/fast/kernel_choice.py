@@ -1,10 +1,12 @@
-"""Choose by measurement which kernels compute the attention and the depthwise convolutions of a traced step.
+"""Choose by measurement how the attention, depthwise convolutions and unaligned products of a traced step are computed.
 
 torch chooses attention kernels by a fixed order, and which one is the fastest depends on device, shape, mask and
 dropout. On an H200 with torch 2.11 the first of that order, cuDNN's, was the fastest for the shapes of GPT-2, ViT and
 Llama. `nn.MultiheadAttention` copies queries, keys and values before it attends, which the kernels do not need. The
 gradient of a depthwise convolution with respect to its input takes cuDNN up to twice as long there as the convolution
-with the flipped kernel, which is the same sum.
+with the flipped kernel, which is the same sum. The outputs of a linear layer whose width is not a multiple of 8, such as
+the 50,257 tokens of GPT-2, have rows that are not aligned. Inductor pads them for each product, which writes the
+gradient of the logits twice; a padded weight avoids that.
 
 Each call of Dynamo's graph is timed in each way alone, forward and backward, on random numbers with the call's shapes
 and strides. The graph's copy then computes it in the fastest one.
@@ -34,6 +36,7 @@ Run = Callable[..., Tensor]
 WORTH = 0.95
 """Share of the usual time that another way may take: less than that is not told apart from noise."""
 UNTIMED = math.inf
+TENSOR_CORE, ALIGNMENT = 8, 64  # numbers of 16 bits: what products need, and a cache line
 SETTINGS = (("stride", 1), ("padding", 0), ("dilation", 1))
 
 
@@ -87,6 +90,8 @@ def list_ways(node: Node) -> list[Any]:
         ways = [node.target, attend_packed] if is_plain_self_attention(node) else [node.target]
         # Without cuDNN: the shape of the heads is not known here.
         return [*ways, *map(functools.partial(attend_by, ways[-1]), list_kernels())]
+    if node.target is F.linear and is_unaligned(node):
+        return [F.linear, multiply_padded]
     if node.target is torch.conv2d and (convolve := make_depthwise(node)):
         return [torch.conv2d, convolve]
     return [node.target]
@@ -143,6 +148,23 @@ def attend_packed(
     output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout if training else 0.0, is_causal=is_causal)
     output = F.linear(output.transpose(1, 2).reshape(num, length, width), out_weight, out_bias)
     return output.transpose(0, 1), None
+
+
+# --- linear layers whose outputs are not aligned ---
+
+
+def is_unaligned(node: Node) -> bool:
+    """True for a product in half precision with rows that tensor cores cannot read as they are."""
+    output = find_output(node.meta["example_value"])
+    return output.dtype.itemsize == 2 and output.shape[-1] % TENSOR_CORE != 0
+
+
+def multiply_padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute F.linear with a weight that is padded with zeros, and leave out the outputs of these."""
+    padding = -len(weight) % ALIGNMENT
+    weight = F.pad(weight, (0, 0, 0, padding))
+    bias = None if bias is None else F.pad(bias, (0, padding))
+    return F.linear(x, weight, bias)[..., : len(weight) - padding]
 
 
 # --- depthwise convolutions ---
