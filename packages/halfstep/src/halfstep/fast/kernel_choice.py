@@ -4,8 +4,8 @@ torch chooses attention kernels by a fixed order, and which one is the fastest d
 dropout. On an H200 with torch 2.11 the first of that order, cuDNN's, was the fastest for the shapes of GPT-2, ViT and
 Llama. `nn.MultiheadAttention` copies queries, keys and values before it attends, which the kernels do not need. The
 gradient of a depthwise convolution with respect to its input takes cuDNN up to twice as long there as the convolution
-with the flipped kernel, which is the same sum. The outputs of a linear layer whose width is not a multiple of 8, such as
-the 50,257 tokens of GPT-2, have rows that are not aligned. Inductor pads them for each product, which writes the
+with the flipped kernel, which is the same sum. The outputs of a linear layer whose width is not a multiple of 8, such
+as the 50,257 tokens of GPT-2, have rows that are not aligned. Inductor pads them for each product, which writes the
 gradient of the logits twice; a padded weight avoids that.
 
 Each call of Dynamo's graph is timed in each way alone, forward and backward, on random numbers with the call's shapes
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from halfstep.hardware.driver import Driver
 from halfstep.precision.contexts import has_bad_shape, list_allowed_kernels, torch_attention
 
-Run = Callable[..., Tensor]
+Run = Callable[..., Any]
 WORTH = 0.95
 """Share of the usual time that another way may take: less than that is not told apart from noise."""
 UNTIMED = math.inf
