@@ -15,7 +15,7 @@ import halfstep as hs
 from halfstep.fast import compiled_trial, tuned_trial
 from halfstep.fast import fast_path as fast
 from halfstep.fast.fast_path import State
-from halfstep.fast.kernel_choice import DepthwiseConvolution, time_call
+from halfstep.fast.kernel_choice import DepthwiseConvolution, attend_packed, multiply_padded, time_call
 
 pytestmark = pytest.mark.gpu
 
@@ -23,19 +23,17 @@ DEVICE = torch.device("cuda")
 
 
 class Block(nn.Module):
-    """Attention whose heads are views of one projection, with dropout, after a depthwise convolution."""
+    """A depthwise convolution, self-attention with dropout, and outputs that are not aligned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.project = nn.Conv2d(128, 128, 7, padding=3, groups=128), nn.Linear(128, 384)
-        self.last = nn.Linear(128, 128)
+        self.mix = nn.Conv2d(128, 128, 7, padding=3, groups=128)
+        self.attention = nn.MultiheadAttention(128, 2, dropout=0.1, batch_first=True)
+        self.last = nn.Linear(128, 131)
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x + self.mix(x)).flatten(2).transpose(1, 2)
-        num, length, _ = x.shape
-        query, key, value = self.project(x).view(num, length, 3, 2, 64).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
-        output: Tensor = self.last(heads.transpose(1, 2).reshape(num, length, 128))
+        output: Tensor = self.last(self.attention(x, x, x, need_weights=False)[0])
         return output
 
 
@@ -81,6 +79,21 @@ def test_a_depthwise_convolution_has_cudnns_gradients(memory: Any) -> None:
     assert torch.equal(*outputs)
     for one, other in zip(own, expected, strict=True):
         assert float((one - other).float().norm() / other.float().norm()) < 0.01
+
+
+def test_self_attention_and_products_equal_torchs() -> None:
+    torch.manual_seed(0)
+    layer, linear = nn.MultiheadAttention(128, 2, device=DEVICE), nn.Linear(128, 131, device=DEVICE)
+    x = torch.randn(197, 8, 128, device=DEVICE, requires_grad=True)
+    weights = (layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0, layer.out_proj.weight, None)
+    found = []
+    for attend, multiply in ((F.multi_head_attention_forward, F.linear), (attend_packed, multiply_padded)):
+        with torch.autocast("cuda", torch.bfloat16):
+            output = multiply(attend(x, x, x, 128, 2, *weights, need_weights=False)[0], linear.weight, linear.bias)
+        inputs = [x, layer.in_proj_weight, layer.out_proj.weight, linear.weight, linear.bias]
+        found.append([output.float(), *torch.autograd.grad(output.float().square().sum(), inputs)])
+    for own, expected in zip(*found, strict=True):
+        assert float((own - expected).norm() / expected.norm()) < 0.02  # a few roundings of bf16
 
 
 def test_a_call_is_timed() -> None:

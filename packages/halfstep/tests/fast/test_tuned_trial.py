@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.fast import compiled_trial, kernel_choice, tuned_trial
 from halfstep.fast.fast_path import State
-from halfstep.fast.kernel_choice import DepthwiseConvolution, attend_by, choose_kernels
+from halfstep.fast.kernel_choice import DepthwiseConvolution, choose_kernels
 from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 
 CPU = torch.device("cpu")
-FLASH, DEPTHWISE = "attend_by_flash_attention", "convolve_depthwise"
+PACKED, DEPTHWISE = "attend_packed", "convolve_depthwise"
 
 
 class Net(nn.Module):
@@ -34,14 +33,14 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Conv2d(4, 4, 3, padding=1, groups=4)
-        self.project = nn.Linear(8, 24)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def attend(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x).view(2, 8, 3, 2, 4).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(2, 8, 8)
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.mix(x.sin() * self.project.weight.mean()).view(2, 8, 8)
+        x = self.mix(x.sin() * self.attention.in_proj_weight.mean()).view(2, 8, 8)
         output: Tensor = checkpoint(self.attend, x, use_reentrant=False)
         return output
 
@@ -108,28 +107,13 @@ def list_targets(graph: GraphModule) -> list[str]:
 def test_each_call_gets_its_fastest_kernel_also_in_a_checkpointed_block(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Net(), torch.randn(2, 4, 4, 4)
     graph = trace(model, x)
-    prefer(monkeypatch, FLASH, DEPTHWISE)
+    prefer(monkeypatch, PACKED, DEPTHWISE)
     chosen = list_targets(choose_kernels(graph, CPU))
-    assert sum(FLASH in one for one in chosen) == 1
+    assert sum(PACKED in one for one in chosen) == 1
     assert sum(DEPTHWISE in one for one in chosen) == 1
-    assert not any(FLASH in one or DEPTHWISE in one for one in list_targets(graph))
+    assert not any(PACKED in one or DEPTHWISE in one for one in list_targets(graph))
     prefer(monkeypatch, "nothing")
     assert list_targets(choose_kernels(graph, CPU)) == list_targets(graph)
-
-
-def test_what_the_user_forbids_or_selects_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = trace(Net(), torch.randn(2, 4, 4, 4))
-    prefer(monkeypatch, FLASH)
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
-        assert not any(FLASH in one for one in list_targets(choose_kernels(graph, CPU)))
-
-    class Selects(Net):
-        def attend(self, x: Tensor) -> Tensor:
-            with sdpa_kernel(SDPBackend.MATH):
-                return super().attend(x)
-
-    graph = trace(Selects(), torch.randn(2, 4, 4, 4))
-    assert not any(FLASH in one for one in list_targets(choose_kernels(graph, CPU)))
 
 
 def test_measuring_draws_no_random_numbers_and_skips_kernels_that_do_not_run() -> None:
@@ -181,9 +165,9 @@ def test_self_attention_without_copies_equals_torchs(
     model, x = SelfAttention(**options), torch.randn(5, 5, 8, requires_grad=True)
     mask = {"attn_mask": torch.ones(5, 5).triu(1).bool(), "is_causal": True} if is_causal else {}
     graph = trace(functools.partial(model, **mask), x)
-    prefer(monkeypatch, "attend_packed")
+    prefer(monkeypatch, PACKED)
     packed = choose_kernels(graph, CPU)
-    assert "attend_packed" in list_targets(packed)
+    assert PACKED in list_targets(packed)
     for usual, own in zip(*(run_traced(one, graph, x, model) for one in (graph, packed)), strict=True):
         torch.testing.assert_close(own, usual, rtol=1e-5, atol=1e-6)
 
@@ -199,8 +183,8 @@ def test_self_attention_without_copies_equals_torchs(
 )
 def test_other_attention_keeps_its_copies(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace(functools.partial(SelfAttention(), **options), torch.randn(5, 3, 8))
-    prefer(monkeypatch, "attend_packed")
-    assert "attend_packed" not in list_targets(choose_kernels(graph, CPU))
+    prefer(monkeypatch, PACKED)
+    assert PACKED not in list_targets(choose_kernels(graph, CPU))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -252,37 +236,6 @@ def test_other_convolutions_stay_as_they_are(layer: nn.Module, monkeypatch: pyte
     assert list_targets(choose_kernels(graph, CPU)) == list_targets(graph)
 
 
-class Attends(nn.Module):
-    """Attention with masks that are expanded, keywords only, and torch's own layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        heads = x.view(2, 6, 2, 4).transpose(1, 2)
-        mask = torch.zeros(1, 1, 6, 6, dtype=x.dtype).expand(2, 2, 6, 6)
-        x = F.scaled_dot_product_attention(query=heads, key=heads, value=heads, attn_mask=mask).reshape(2, 6, 8)
-        output: Tensor = self.layer(x, x, x, need_weights=False)[0]
-        return output
-
-
-def test_attention_is_found_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = trace(Attends(), torch.randn(2, 6, 8))
-    asked, time_call = list[tuple[str, float]](), kernel_choice.time_call
-
-    def note(run: Any, *given: Any) -> float:
-        seconds = time_call(run, *given)
-        asked.append((run.__name__, seconds))
-        return seconds if run.__name__ == FLASH else 2 * seconds + 1
-
-    monkeypatch.setattr(kernel_choice, "time_call", note)
-    assert list_targets(choose_kernels(graph, CPU)).count(FLASH) == 2
-    assert {"scaled_dot_product_attention", "multi_head_attention_forward", FLASH} <= {name for name, _ in asked}
-    assert all(seconds < 1 for name, seconds in asked if name == FLASH)
-
-
 def test_a_graph_of_torch_func_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Conv2d(4, 4, 3, groups=4)
 
@@ -318,17 +271,11 @@ def test_double_precision_under_autocast_stays_double(monkeypatch: pytest.Monkey
     assert set(asked) == {torch.float64}
 
 
-def test_attention_by_a_kernel_equals_torchs() -> None:
-    query, key, value = torch.randn(3, 1, 2, 4, 8)
-    own = attend_by(F.scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION)(query, key, value, is_causal=True)
-    torch.testing.assert_close(own, F.scaled_dot_product_attention(query, key, value, is_causal=True))
-
-
 # --- the trial ---
 
 
 def test_a_faster_tuned_step_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    prefer(monkeypatch, FLASH, DEPTHWISE)
+    prefer(monkeypatch, PACKED, DEPTHWISE)
     torch.manual_seed(1)
     step, losses = train(Net())
     said = capsys.readouterr().err

@@ -11,12 +11,12 @@ This cannot see a Python value that was frozen while the certificate was made: g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
@@ -34,7 +34,8 @@ bits of a gradient; Adam makes updates of full size of that where the true gradi
 MOST_NOISE = 0.1
 """The largest share of a step's change that counts as noise without being seen in a tensor itself."""
 ROOM = 6
-"""Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
+"""Copies of state and gradients stay on the device while it has room for this many; otherwise they go to host memory.
+Five exist at once, and comparing them takes some more."""
 
 
 @dataclass
@@ -88,7 +89,7 @@ class StepState:
                 found.setdefault(id(tensor), (name, tensor.detach()))
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
-        num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
+        num_bytes = sum(t.numel() * t.element_size() for t in (*self.tensors, *step.find_trained_parameters()))
         self.note_optimizer_states()
         self.has_created = False
         """True if a run made optimizer state that did not exist before."""
@@ -179,10 +180,11 @@ class StepState:
         the true gradient is zero, as of a bias in front of a norm."""
         first, second = runs
         rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
-        own, one, other = ([t.double() for t in copy.tensors[num:]] for copy in (found, first, second))
+        own, one, other = (copy.tensors[num:] for copy in (found, first, second))
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in one]:
             raise ReplayDiffers("different parameters get a gradient")
-        size, distance, noise = (float(get_total_norm(t)) for t in (one, subtract(own, one), subtract(one, other)))
+        size = math.hypot(*(float(tensor.double().norm()) for tensor in one))
+        distance, noise = (math.hypot(*map(find_distance, *pair)) for pair in ((own, one), (one, other)))
         if not distance <= rounding * size + NOISE * noise:
             raise ReplayDiffers(f"gradients differ by {distance / size:.2g} of their norm")
         pairs = list(zip(self.names, found.tensors, first.tensors, strict=False))

@@ -1,21 +1,20 @@
-"""Choose by measurement how the attention, depthwise convolutions and unaligned products of a traced step are computed.
+"""Compute calls of a traced step in another way where that is measured to be faster.
 
-torch chooses attention kernels by a fixed order, and which one is the fastest depends on device, shape, mask and
-dropout. On an H200 with torch 2.11 the first of that order, cuDNN's, was the fastest for the shapes of GPT-2, ViT and
-Llama. `nn.MultiheadAttention` copies queries, keys and values before it attends, which the kernels do not need. The
-gradient of a depthwise convolution with respect to its input takes cuDNN up to twice as long there as the convolution
-with the flipped kernel, which is the same sum. The outputs of a linear layer whose width is not a multiple of 8, such
-as the 50,257 tokens of GPT-2, have rows that are not aligned. Inductor pads them for each product, which writes the
-gradient of the logits twice; a padded weight avoids that.
+- `nn.MultiheadAttention` copies queries, keys and values before it attends. The kernels read views as fast.
+- The outputs of a linear layer whose width is not a multiple of 8, such as the 50,257 tokens of GPT-2, have rows that
+  are not aligned. Inductor pads them for each product, which writes the gradient of the logits twice; a padded weight
+  avoids that.
+- The gradient of a depthwise convolution with respect to its input takes cuDNN up to twice as long as the convolution
+  with the flipped kernel, which is the same sum.
 
-Each call of Dynamo's graph is timed in each way alone, forward and backward, on random numbers with the call's shapes
-and strides. The graph's copy then computes it in the fastest one.
+Each call of Dynamo's graph is timed in both ways alone, forward and backward, on random numbers with the call's shapes
+and strides. The graph's copy then computes it in the faster one. Other kernels for attention were tried, too: on an
+H200 none was faster than torch's choice, cuDNN's, for the shapes of GPT-2, ViT and Llama without a mask.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -25,12 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention import _sdpa_kernel as set_kernels
 from torch.utils._pytree import tree_flatten, tree_map
 
 from halfstep.hardware.driver import Driver
-from halfstep.precision.contexts import has_bad_shape, list_allowed_kernels, torch_attention
 
 Run = Callable[..., Any]
 WORTH = 0.95
@@ -54,74 +50,43 @@ def visit_calls(module: GraphModule, visit: Callable[[Node], None]) -> GraphModu
 
 
 def choose_kernels(module: GraphModule, device: torch.device) -> GraphModule:
-    """Return a copy of Dynamo's graph in which each call is computed in the way that is the fastest on the device."""
+    """Return a copy of Dynamo's graph in which each call is computed in the way that is faster on the device."""
     chosen: dict[str, Run] = {}
 
     def choose(node: Node) -> None:
-        usual, *others = list_ways(node)
-        if not others:
+        other = find_other_way(node)
+        if other is None:
             return
         dtype = find_output(node.meta["example_value"]).dtype
         given = tree_map(read_example, (node.args, node.kwargs))
         key = f"{node.target} {dtype} {tree_map(describe, given)}"
         if key not in chosen:
-            limit = WORTH * time_call(usual, given, dtype, device)
-            times = {other: time_call(other, given, dtype, device) for other in others}
-            best = min(others, key=times.__getitem__)
-            chosen[key] = best if times[best] < limit else usual
+            usual: Any = node.target
+            is_faster = time_call(other, given, dtype, device) < WORTH * time_call(usual, given, dtype, device)
+            chosen[key] = other if is_faster else usual
         node.target = chosen[key]
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return visit_calls(module, choose)
 
 
-def list_ways(node: Node) -> list[Any]:
-    """Return the functions that compute a call of a graph, the usual one first."""
-    # A graph that selects kernels itself keeps them; under torch.func an autograd.Function would need more rules.
-    others = {other.target for other in node.graph.nodes}
-    if set_kernels in others or any("increment_nesting" in str(other) for other in others):
-        return [node.target]
-    if node.target is torch_attention:
-        return [
-            torch_attention,
-            *map(functools.partial(attend_by, torch_attention), [*list_kernels(), *list_cudnn(node)]),
-        ]
-    if node.target is F.multi_head_attention_forward:
-        ways = [node.target, attend_packed] if is_plain_self_attention(node) else [node.target]
-        # Without cuDNN: the shape of the heads is not known here.
-        return [*ways, *map(functools.partial(attend_by, ways[-1]), list_kernels())]
+def find_other_way(node: Node) -> Run | None:
+    """Return another function that computes a call of a graph, if there is one."""
+    # Under torch.func an autograd.Function would need more rules.
+    if any("increment_nesting" in str(other.target) for other in node.graph.nodes):
+        return None
+    if node.target is F.multi_head_attention_forward and is_plain_self_attention(node):
+        return attend_packed
     if node.target is F.linear and is_unaligned(node):
-        return [F.linear, multiply_padded]
-    if node.target is torch.conv2d and (convolve := make_depthwise(node)):
-        return [torch.conv2d, convolve]
-    return [node.target]
+        return multiply_padded
+    return make_depthwise(node) if node.target is torch.conv2d else None
 
 
 def read_arguments(node: Node, *names: str) -> dict[str, Any]:
     return {**dict(zip(names, map(read_example, node.args), strict=False)), **tree_map(read_example, node.kwargs)}
 
 
-# --- attention ---
-
-
-def list_kernels() -> list[SDPBackend]:
-    return [kernel for kernel in list_allowed_kernels() if kernel is not SDPBackend.MATH]
-
-
-def list_cudnn(node: Node) -> list[SDPBackend]:
-    """Return cuDNN's kernel if the user allows it and it is right for the shape."""
-    given = read_arguments(node, "query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    is_bad = has_bad_shape(given["query"], given["key"], is_causal=bool(given.get("is_causal", False)))
-    return [SDPBackend.CUDNN_ATTENTION] if torch.backends.cuda.cudnn_sdp_enabled() and not is_bad else []
-
-
-def attend_by(target: Run, kernel: SDPBackend) -> Run:
-    def attend(*arguments: Any, **options: Any) -> Tensor:
-        with sdpa_kernel(kernel):
-            return target(*arguments, **options)
-
-    attend.__name__ = f"attend_by_{kernel.name.lower()}"  # in the graph
-    return attend
+# --- self-attention ---
 
 
 def is_plain_self_attention(node: Node) -> bool:
