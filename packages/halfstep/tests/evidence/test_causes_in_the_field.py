@@ -329,7 +329,7 @@ def test_what_refuses_half_is_fixed_by_an_island_though_the_loss_scale_is_still_
     assert found.cause == causes.REFUSED
     assert found.remedy.works, str(found)
     assert "hs.fp32_island()" in found.remedy.change
-    assert ".float() on what it takes" in found.remedy.change
+    assert "with .float() on its inputs" in found.remedy.change
 
 
 # --- planted causes in a larger model ---

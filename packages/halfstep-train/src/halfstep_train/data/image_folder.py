@@ -137,7 +137,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences += [f"unknown: {list_some(extra, 10)}"] if extra else []
     raise DataError(
         f"the data has {format_count(len(found), 'class', 'classes')}, but the model was trained on {len(trained)}",
-        why="; ".join(differences) or "they are the same names in another order",
+        why="; ".join(differences) or "the names are the same, in a different order",
         fix="evaluate on data with the same class folders",
     )
 

@@ -45,7 +45,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         inside = sorted(
             file.name for ending in ("safetensors", "pth", "pt", "bin") for file in path.glob(f"*.{ending}")
         )
-        fix = f"name a file in it: {', '.join(inside[:SHOWN])}" if inside else "give a .safetensors or .pth file"
+        fix = f"give a file in it: {', '.join(inside[:SHOWN])}" if inside else "give a .safetensors or .pth file"
         raise ModelError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""), fix=fix)
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)

@@ -189,7 +189,7 @@ def load_target(source: str, *, flags: Mapping[str, object], overrides: Sequence
         raise CheckpointError(
             f"{source} is not a run",
             why="there is no such folder" if is_missing else "config.yaml is missing",
-            fix=f"name a folder that `halfstep train` created, a config file, or a workload such as {DEMO_WORKLOAD}",
+            fix=f"give a folder that `halfstep train` created, a config file, or a workload such as {DEMO_WORKLOAD}",
         )
     loaded = load(source, flags=flags, overrides=overrides)
     refuse_missing_paths(loaded.config)

@@ -63,7 +63,7 @@ def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> N
             fix=f"--seeds {FEWEST_SEEDS} or more; the default is {SEEDS}",
         )
     if margin is not None and not 0 < margin < math.inf:
-        raise ConfigError(f"--margin {margin:g} is not a margin", fix="give a positive number in the metric's unit")
+        raise ConfigError(f"--margin {margin:g} is not valid", fix="give a positive number in the metric's unit")
 
 
 # --- the margin ---

@@ -499,7 +499,7 @@ def find_kept(module: GraphModule, entry: Entry, candidates: Sequence[int]) -> s
     entry.loss = next((k for k in candidates if outputs[k].name == name), entry.loss)
     below = find_above([outputs[entry.loss]])
     if entry.loss not in candidates or any(outputs[k] not in below for k in candidates):
-        return "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+        return "besides the loss, loss_fn keeps a tensor that has an autograd graph: detach it"
     for k in set(candidates) - {entry.loss}:
         entry.outputs[k] = replace(entry.outputs[k], is_kept=True)
     return ""
@@ -522,7 +522,7 @@ def find_inner_gradients(module: GraphModule) -> tuple[bool, str]:
     above = find_above([node for node in found if node.kwargs.get("create_graph")])
     # torch's compiler differentiates such a gradient without what the Function's backward depends on.
     if any("autograd_function" in str(node.target) for node in above):
-        return True, "a gradient that loss_fn takes with create_graph=True passes a torch.autograd.Function"
+        return True, "a gradient that loss_fn takes with create_graph=True passes through a torch.autograd.Function"
     return bool(found), ""
 
 

@@ -37,7 +37,7 @@ ADVICE = HostAdvice(
     scale_floor='HalfstepUpdate(scaler={"min_scale": ...})',
     step="HalfstepUpdate",
 )
-LIMITS = ("lr schedulers in handlers, which follow iterations or epochs", "averages in handlers")
+LIMITS = ("lr schedulers in handlers, which follow iterations or epochs", "averages kept by handlers")
 
 
 class HalfstepUpdate:

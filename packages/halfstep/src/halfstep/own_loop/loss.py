@@ -112,7 +112,7 @@ class LossChecker:
         if any(p.grad is not None for group in groups for p in group["params"]):
             raise ConfigError(
                 "loss_fn called backward() itself",
-                why="the step computes the gradient of the returned loss, and would count it twice",
+                why="the step computes the gradient of the returned loss itself, so the gradient would count twice",
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
         operation, numbers = find_last_operation(loss)

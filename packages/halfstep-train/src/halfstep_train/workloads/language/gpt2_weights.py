@@ -164,7 +164,7 @@ def _refuse_different_network(model: GPT2, description: Mapping[str, Any], path:
         if context < size.context:
             settings["model.context"] = context
         raise ModelError(
-            f"{path} has another size: "
+            f"{path} has a different size: "
             + ", ".join(f"{setting} {value}, here {mine}" for setting, mine, value in other),
             why="its config.json has these values",
             fix=" ".join(f"{setting}={str(value).lower()}" for setting, value in settings.items()),
