@@ -203,7 +203,7 @@ def test_gathering_in_bf16_needs_a_step_in_bf16() -> None:
     config = load(WORKLOAD, overrides=["train.shard=true", "train.shard_gather=bf16"]).config
     plan = decide_plan(config, build_workload(config), look_up_gpu("H100"))
     refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="bf16"))
-    with pytest.raises(ConfigError, match="train.shard_gather=bf16 with precision tf32"):
+    with pytest.raises(ConfigError, match="train.shard_gather=bf16 does not fit precision tf32"):
         refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="tf32"))
     with pytest.raises(ConfigError, match="simulated bf16"):
         refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="bf16", simulated=True))

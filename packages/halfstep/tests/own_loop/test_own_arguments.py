@@ -139,7 +139,7 @@ def test_a_result_that_is_no_loss_is_refused_and_changes_nothing(name: str) -> N
 
 def test_a_forgotten_optimizer_window_or_loss_function_is_explained() -> None:
     model, step = made()
-    with pytest.raises(ConfigError, match="its optimizer, or a list of them, not Linear alone") as error:
+    with pytest.raises(ConfigError, match="its optimizer, or a list of optimizers, not Linear alone") as error:
         hs.Step(model)
     assert "hs.Step(model, torch.optim.AdamW(model.parameters()))" in error.value.fix
     with pytest.raises(ConfigError, match="loss_fn is a Tensor, not a function") as error:

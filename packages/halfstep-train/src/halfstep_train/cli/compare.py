@@ -184,7 +184,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 def _split_arguments(arguments: list[str]) -> tuple[str, list[str], list[str]]:
     """Split the arguments into target, settings, and further rows (several may follow one `--rows`)."""
     if not arguments or "=" in arguments[0]:
-        raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
+        raise ConfigError("nothing to compare", fix="give a workload or a file first: halfstep compare unet")
     target, *others = arguments
     # `amp: precision=bf16` is a row: its colon comes before its first `=`.
     rows = [argument for argument in others if ":" in argument.partition("=")[0]]

@@ -254,8 +254,8 @@ def refuse_unfit_gather(train: TrainConfig, plan: Plan) -> None:
     if train.shard_gather == "bf16" and (plan.granted != "bf16" or plan.simulated):
         precision = f"simulated {plan.granted}" if plan.simulated else plan.granted
         refuse_on_all(
-            f"train.shard_gather=bf16 with precision {precision}",
-            why="weights would be rounded to bf16 although they are used in another format",
+            f"train.shard_gather=bf16 does not fit precision {precision}",
+            why="weights would be rounded to bf16 although they are used in a different format",
             fix="leave train.shard_gather out, or --precision bf16",
         )
 

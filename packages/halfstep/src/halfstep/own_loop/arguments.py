@@ -83,7 +83,7 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
         return model, optimizers
     found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
-        f"a step takes a model and its optimizer, or a list of them, not {found}",
+        f"a step takes a model and its optimizer, or a list of optimizers, not {found}",
         why="it steps the optimizer itself, after checking that the step is good",
         fix="hs.Step(model, torch.optim.AdamW(model.parameters())): several modules as torch.nn.ModuleList([a, b]), a "
         "tensor as torch.nn.ParameterList([x]); for a trainer or a wrapper, the model and the optimizer inside it",

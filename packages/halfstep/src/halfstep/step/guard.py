@@ -210,7 +210,7 @@ class Guard:
 
     def _explain_floor(self, reading: Reading) -> str:
         if math.isfinite(reading.loss):
-            lower = f"let the scale fall further ({self.advice.scale_floor}), as a loss summed over pixels needs"
+            lower = f"let the scale fall further ({self.advice.scale_floor}), which a loss summed over pixels needs"
             lower = lower if self.advice.scale_floor else "use the mean over pixels or tokens as loss, not the sum"
             return f"the loss is finite, but its gradients are not: {lower}; or try"
         return "the model itself produces infinities: try"

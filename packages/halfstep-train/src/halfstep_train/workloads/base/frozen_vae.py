@@ -249,7 +249,7 @@ def describe_resume(cache: LatentCache, stored: str) -> str:
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
             fix="restore the file, or delete it: it is rebuilt, and the run continues, but not bit-exactly",
         )
-    return "; rebuilt with other values: from here on, the run is not an exact continuation"
+    return "; rebuilt with different values: from here on, the run is not an exact continuation"
 
 
 def hash_weights(net: Any) -> str:

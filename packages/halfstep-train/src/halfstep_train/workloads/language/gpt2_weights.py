@@ -173,7 +173,7 @@ def _refuse_different_network(model: GPT2, description: Mapping[str, Any], path:
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
                 f"{path} has {key}={description[key]!r}",
-                why=f"halfstep's GPT-2 uses {ours[0]}, so these weights would give other results",
+                why=f"halfstep's GPT-2 uses {ours[0]}, so these weights would give different results",
                 fix="use weights of the published GPT-2, or a custom workload",
             )
 

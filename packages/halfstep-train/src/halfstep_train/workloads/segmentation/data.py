@@ -84,7 +84,7 @@ class MaskTable:
             raise DataError(
                 f"{path} has the unknown mask value {list_some(unknown)}",
                 why=f"the classes are {list_some(self.values, 8)}",
-                fix="correct the mask, or name the value to ignore",
+                fix="correct the mask, or set the value to ignore",
             )
         return np.where(found == len(self.values), IGNORED, found).astype(np.uint8)
 

@@ -308,7 +308,7 @@ def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
     if kind == "MSELoss" and (dim := read("model.encoder.output_transform.inp_dim")):
         required["pred_dims"] = ([0, dim],)
     for key, allowed in required.items():
-        read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with other values would train a different model")
+        read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with different values would train a different model")
     for key in ("name", "video_inputs", "patch_inputs", "keep_input_dim"):
         read(f"{at}.{key}")  # they follow from other keys
 
