@@ -254,7 +254,7 @@ FIELD = [
     (padded_row, "bf16", causes.UNDERFLOW, "in place of -inf", "2"),
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
     (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "rewrite as F.log_softmax(z, dim) at ", ""),
-    (every_target_ignored, "bf16", causes.UNDERFLOW, "the targets that count", ""),
+    (every_target_ignored, "bf16", causes.UNDERFLOW, "the number of targets that count", ""),
     (id_past_the_vocabulary, "fp32", causes.BAD_INPUT, "sample 2", "2"),
     (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
     (unwritten_class_weights, "fp32", causes.BAD_STATE, "class_weight", ""),

@@ -169,7 +169,7 @@ def test_a_buffer_of_other_dimensions_or_dtype_is_of_another_model(tmp_path: Pat
         model.seen = other
         with pytest.raises(CheckpointError, match="a different model") as caught:
             hs.load(tmp_path / "state", make_step(model), model)
-        assert "seen is float32 (0, 4), here" in caught.value.why
+        assert "seen is float32 (0, 4), but here" in caught.value.why
 
 
 def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tmp_path: Path) -> None:
@@ -350,12 +350,12 @@ def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None
     with pytest.raises(CheckpointError, match="was saved from a different model than this Sequential") as caught:
         hs.load(stored, step, model)
     assert "it lacks 3.weight, 3.bias" in caught.value.why
-    assert "2.weight is float32 (1, 4), here float32 (2, 4)" in caught.value.why
+    assert "2.weight is float32 (1, 4), but here float32 (2, 4)" in caught.value.why
     half, its_step = make()
     half.bfloat16()
     with pytest.raises(CheckpointError) as caught:
         hs.load(stored, its_step, half)
-    assert "0.weight is float32 (4, 4), here bfloat16 (4, 4)" in caught.value.why
+    assert "0.weight is float32 (4, 4), but here bfloat16 (4, 4)" in caught.value.why
 
 
 def test_a_list_of_models_and_one_model_are_distinguished(tmp_path: Path, stored: Path) -> None:

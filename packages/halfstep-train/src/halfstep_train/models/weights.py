@@ -132,7 +132,7 @@ def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
     """List names that only one side has, and tensors of different shapes."""
     missing, unknown = ([name for name in one if name not in other] for one, other in ((own, weights), (weights, own)))
     shapes = [
-        f"{name} is {_format_shape(weights[name])} there, {_format_shape(own[name])} here"
+        f"{name} is {_format_shape(weights[name])} in the file, but {_format_shape(own[name])} here"
         for name in own
         if name in weights and weights[name].shape != own[name].shape
     ]

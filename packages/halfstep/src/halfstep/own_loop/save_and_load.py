@@ -306,7 +306,7 @@ def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, A
     own, buffers = model.state_dict(), dict(model.named_buffers(remove_duplicate=False))
     missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
     differing = [
-        f"{name} is {_describe(stored[name])}, here {_describe(value)}"
+        f"{name} is {_describe(stored[name])}, but here {_describe(value)}"
         for name, value in own.items()
         if name in stored
         and _describe(value) != _describe(stored[name])

@@ -329,7 +329,7 @@ def _refuse_unwrapped(
         raise ConfigError(
             f"{len(outside)} trained parameters are not wrapped in DistributedDataParallel: {shown}",
             why="their gradients are not summed: each rank would train different values",
-            fix="make them part of the module that DDP wraps, or wrap the module that contains them as well",
+            fix="make them part of the module that DDP wraps, or also wrap the module that contains them",
         )
 
 

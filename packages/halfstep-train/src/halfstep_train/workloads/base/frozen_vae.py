@@ -70,7 +70,7 @@ def choose_vae_format(
     if requested != "auto" and not finite:
         raise ConfigError(
             f"precision.modules: {{vae: {requested}}} overflows",
-            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {requested}, not in fp32",
+            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {requested}, but not in fp32",
             fix="set precision.modules={vae: auto}, or bf16 or fp32 instead of auto",
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
