@@ -214,7 +214,7 @@ def test_a_loss_divided_by_the_window_by_hand_is_noticed() -> None:
     """It would be trained and clipped at a fraction of itself."""
     model, step = made(accumulate=4)
     plain = loss_of(model)
-    with pytest.warns(UserWarning, match="divided by 4, as a loop that accumulates by hand"):
+    with pytest.warns(UserWarning, match="divided by 4: if this is for accumulation"):
         step(lambda x: plain(x) / 4, [X] * 4)
     fp16_model, fp16 = made(accumulate=4, precision=hs.Precision("fp16", simulate=True))
     with pytest.warns(UserWarning, match="divided by 4"):

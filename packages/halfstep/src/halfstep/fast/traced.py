@@ -283,7 +283,7 @@ class TracedLoss:
     ) -> None:
         """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
         if compiler.startswith("inductor") and entry.has_numbers:
-            raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
+            raise NotTraced("loss_fn computes with an integer that changes, and compiled code might not follow it")
         module = settle_outputs(module, entry, self.device)
         shared = find_shared(module)
         entry.codes[compiler] = self._compile_once(entry, share_casts(module, shared), examples, context, compiler)

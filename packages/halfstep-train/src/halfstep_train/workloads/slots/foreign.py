@@ -28,7 +28,7 @@ UNUSED = {
     key: why
     for why, keys in {
         "a run's folder is named by --out": "experiment_group experiment_name",
-        "the length counts in steps, upstream as here": "trainer.max_epochs trainer.check_val_every_n_epoch",
+        "the length is counted in steps, here and upstream": "trainer.max_epochs trainer.check_val_every_n_epoch",
         PROCESSES: "trainer.devices trainer.strategy trainer.find_unused_parameters trainer.num_nodes",
         "metrics are computed in validation": "train_metrics",
         "the same workers read both splits (data.num_workers)": "dataset.num_val_workers",
