@@ -72,7 +72,7 @@ def test_constants_are_captured(change: Callable[[Tensor], Tensor], precision: s
 
 @pytest.mark.parametrize("change", CONSTANTS)
 def test_constants_are_compiled(change: Callable[[Tensor], Tensor]) -> None:
-    make = make_loop(change, dropout=0.0)  # compiled code draws other random numbers
+    make = make_loop(change, dropout=0.0)  # compiled code draws different random numbers
     found, expected = (train(make, CUDA, fast, precision="bf16") for fast in ("compile", "off"))
     assert "compile" in found.step.mode, found.why_eager
     losses = [torch.tensor([one["loss"] for one in trained.history]) for trained in (found, expected)]

@@ -140,7 +140,7 @@ def test_a_batch_with_a_number_on_the_host_is_not_captured() -> None:
     step = make_step("sgd", "fp32", device="cuda")
     step(loss_of(step.model), [batch(0, device="cuda")])
     window = [batch(0, device="cuda") | {"weight": torch.tensor(2.0)}]
-    with pytest.raises(CaptureFailed, match="'weight' of the batch not on cuda:0"):
+    with pytest.raises(CaptureFailed, match="'weight' in the batch not on cuda:0"):
         GraphedStep(step, loss_of(step.model), window, torch.cuda.graph_pool_handle())
 
 

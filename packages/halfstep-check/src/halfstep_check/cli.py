@@ -131,7 +131,7 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
             return print_rules(explain)
         named = paths or []
         if not named and project is None and not env and not commands:
-            raise ConfigError("nothing to check", fix="name files, or --project DIR, --env, --command TEXT")
+            raise ConfigError("nothing to check", fix="give files, or use --project DIR, --env or --command TEXT")
         if as_json and as_sarif:
             raise ConfigError("--json and --sarif are two formats for one output", fix="give one of them")
         if fix and not write and (as_json or as_sarif):

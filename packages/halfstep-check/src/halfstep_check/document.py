@@ -78,7 +78,7 @@ def read_document(text: str, path: str) -> Node:
         raise ConfigError(
             f"{path}: {len(text):,} characters are too many for a training config",
             why=f"check reads configs up to {MAX_CHARACTERS:,} characters",
-            fix="name the config itself, not a data file",
+            fix="give the config itself, not a data file",
         )
     if path.endswith(".toml"):
         return read_toml(text, path)
@@ -93,7 +93,7 @@ def read_json(text: str, path: str) -> Node:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", fix="correct the file") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a JSON config: {error}", fix="name the config itself") from error
+        raise ConfigError(f"{path}: not a JSON config: {error}", fix="give the config itself") from error
     return read_yaml(text.replace("\t", " "), path)
 
 

@@ -29,13 +29,13 @@ def read_text(path: Path) -> str:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
                 f"{path}: {path.stat().st_size:,} bytes are too many for a config or script",
-                fix="name the config or script itself",
+                fix="give the config or script itself",
             )
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", fix="check the path") from error
     if b"\0" in data:
-        raise ConfigError(f"{path} is a binary file", fix="name YAML, JSON, TOML, Python or shell files")
+        raise ConfigError(f"{path} is a binary file", fix="give YAML, JSON, TOML, Python or shell files")
     return decode_text(data, path)
 
 

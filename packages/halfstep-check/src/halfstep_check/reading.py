@@ -82,7 +82,7 @@ def read_file(path: Path, text: str, version: str, *, lazily: bool = False) -> F
     elif path.suffix not in (".txt", ".lock"):
         kinds = "YAML, JSON, TOML, Python and shell files"
         raise ConfigError(
-            f"{name}: not a kind of file that check reads", why=f"it reads {kinds}", fix="name one of those"
+            f"{name}: not a kind of file that check reads", why=f"it reads {kinds}", fix="give one of those"
         )
     return reading
 

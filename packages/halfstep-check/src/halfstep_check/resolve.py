@@ -105,7 +105,7 @@ def resolve_topic(sources: Sequence[Source], topic: Topic) -> Effective | None:
     if topic in ("weights", "reduce", "scaling"):
         reason = "follows from the precision"
     elif len(claims) == 1 and topic != "precision":
-        reason = "nothing else says it"
+        reason = "nothing else sets it"
     return Effective(topic=topic, value=said.value, source=source.name, spelled=said.spelled, reason=reason)
 
 

@@ -73,7 +73,7 @@ def find_unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
     return [
         Finding(
             rule="auto-unfilled",
-            message=f"{said.spelled}: nothing here fills it in, and DeepSpeed alone does not know auto",
+            message=f"{said.spelled}: nothing here fills it in, and DeepSpeed alone does not support auto",
             place=said.place,
             fix="write the value, or start through accelerate or the HF Trainer",
         )

@@ -119,7 +119,7 @@ def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> N
     [
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
         ("task: segmentation\nmodel: resnet50", "the file answers questions that were not asked: model"),
-        ("task: own", "'own' is not a choice"),
+        ("task: own", "'own' is not one of the choices"),
     ],
 )
 def test_wrong_answers_are_errors_and_nothing_is_written(
@@ -224,7 +224,7 @@ def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture)
         person.expect("What do you want to train?")
         person.expect("> ")
         person.type("paint\n")
-        person.expect("'paint' is not a choice")
+        person.expect("'paint' is not one of the choices")
         person.expect("> ")
         person.type("seg\n")
         person.expect("Where are your data?")

@@ -60,7 +60,7 @@ def test_another_version_of_the_library_is_refused_with_the_install_command(star
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(
-        f"needs halfstep-train of version {__version__}, as halfstep, not 9.9.9: pip install -e ",
+        f"needs halfstep-train of halfstep's version {__version__}, not 9.9.9: pip install -e ",
         done.stderr.splitlines()[-1],
     )
 

@@ -53,7 +53,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_what_fits_and_wh
     assert all(list(row["peak_bytes_by_mode"]) == ["eager"] for row in found["rows"])  # and no time for other modes
     assert found["fits"][0]["largest_batch"] > 4
     assert found["fits"][0]["batch_size"] == 4
-    assert any("only emulates bf16: a run on this GPU would use another" in note for note in found["notes"])
+    assert any("only emulates bf16: a run on this GPU would use a different" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

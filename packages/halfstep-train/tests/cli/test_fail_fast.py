@@ -55,7 +55,7 @@ CASES = {
     "compare --resume nowhere": "nowhere is not a comparison",
     "compare nothing": "unknown workload 'nothing'",
     "compare unet --seeds 2": "--seeds 2 is too few",
-    "compare unet --margin 0": "--margin 0 is not a margin",
+    "compare unet --margin 0": "--margin 0 is not valid",
     "compare unet --budget soon": "--budget 'soon' is not a time",
     "compare unet --precisions fp32": "a comparison needs two rows, but there is only 'fp32'",
     "compare unet --precisions ,": "a comparison needs two rows, but there is none",

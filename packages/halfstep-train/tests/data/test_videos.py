@@ -197,5 +197,5 @@ def test_frames_of_different_videos_are_brought_to_one_size(tmp_path: Path) -> N
 
 def test_a_video_shorter_than_the_chunk_is_named(tmp_path: Path) -> None:
     shards(tmp_path, "v", (4,), frames=7)
-    with pytest.raises(DataError, match="000000 has 7 frames, a chunk 8"):
+    with pytest.raises(DataError, match="000000 has 7 frames, but a chunk has 8"):
         open_clips(VideoDataConfig(dir=str(tmp_path), chunk_size=8))

@@ -370,7 +370,7 @@ def test_a_choice_is_understood_by_name_number_and_beginning() -> None:
     assert [question.choose(word) for word in ("fast", "2", "Q")] == ["fast", "quality", "quality"]
     assert [TASK.choose(name) for name in TASK.choices] == list(TASK.choices)
     for wrong in ("", "3", "fastest", "slow"):
-        with pytest.raises(ConfigError, match="is not a choice"):
+        with pytest.raises(ConfigError, match="is not one of the choices"):
             question.choose(wrong)
 
 
@@ -399,7 +399,7 @@ def test_answers_come_from_yaml_and_json(tmp_path: Path, text: str) -> None:
     ("text", "message"),
     [
         ("taks: language", "no question 'taks'"),
-        ("task: paint", "'paint' is not a choice"),
+        ("task: paint", "'paint' is not one of the choices"),
         ("task: [language]", "task is"),
         ("task: language\ntask: language", "task"),
         ("just text", "just text"),
@@ -408,6 +408,6 @@ def test_answers_come_from_yaml_and_json(tmp_path: Path, text: str) -> None:
 def test_wrong_answers_are_told_at_once(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "answers.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="answers.yaml|is not a choice") as caught:
+    with pytest.raises(ConfigError, match="answers.yaml|is not one of the choices") as caught:
         read_answers(path, QUESTIONS)
     assert message in str(caught.value)

@@ -75,7 +75,7 @@ def test_no_time_left_is_noted_for_what_was_not_measured() -> None:
     driver = FakeDriver(cpuinfo=XEON, run_s=3.0)
     hardware = measured(driver)
     assert len(hardware.measurements) < 9
-    assert any("not measured: the 10 s were used up" in note for note in hardware.notes)
+    assert any("not measured: the 10 s for measurements were used up" in note for note in hardware.notes)
 
 
 def test_a_gpu_that_others_use_is_only_looked_at() -> None:

@@ -203,7 +203,7 @@ def test_weights_of_other_heads_are_refused_with_the_settings_that_fit(tmp_path:
         with pytest.raises(ModelError, match=r"model\.heads 2, here 4") as error:
             load_gpt2_(small(heads=4), path)
         assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16"
-        with pytest.raises(ModelError, match="another size") as error:
+        with pytest.raises(ModelError, match="a different size") as error:
             load_gpt2_(small(heads=4, context=99), path)
         assert error.value.fix.endswith("model.context=12")  # in the same message: one try is enough
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_nanogpt_names_its_heads_and_biases(tmp_path: Path) -> N
     args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": False, "vocab_size": 70}
     torch.save({"model": small(bias=False).state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
     load_gpt2_(small(bias=False), tmp_path)
-    with pytest.raises(ModelError, match="another size") as error:
+    with pytest.raises(ModelError, match="a different size") as error:
         load_gpt2_(small(heads=4), tmp_path / "ckpt.pt")
     assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16 model.bias=false"
 

@@ -55,7 +55,7 @@ def test_safetensors_load_through_the_prefixes_of_compile_and_dataparallel(tmp_p
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"num_classes": 3}, "outc.conv.weight is 3×2×1×1 there, 2×2×1×1 here"),
+        ({"num_classes": 3}, "outc.conv.weight is 3×2×1×1 in the file, but 2×2×1×1 here"),
         ({"depth": 3}, "the model has no down3.maxpool_conv.1.double_conv.0.weight"),
         ({"depth": 1}, "the file lacks down2.maxpool_conv.1.double_conv.0.weight"),
         ({"bilinear": True}, "the file lacks up1.up.weight"),

@@ -120,7 +120,7 @@ def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[
     assert nodes.end(0) == 0, nodes.read(0)
     said = nodes.read(0)
     assert "1 rank instead of 2: each batch is cut into 2 micro-batches, with the same samples per step" in said
-    assert "was saved with 2 shards, and this is 1 shard: it cannot continue bit-exactly" in said
+    assert "was saved with 2 shards, but this is 1 shard: it cannot continue bit-exactly" in said
     state = newest(nodes.run).state
     assert state["step"]["attempted"] == 8
     assert state["pieces"] == 2

@@ -94,7 +94,7 @@ def test_two_mask_values_are_those_of_the_run_in_their_order_whatever_they_are(
     same = evaluate(run, report=told.report, data=tmp_path / "same").metrics
     assert "in this order" not in told.text
     assert evaluate(run, report=told.report, data=tmp_path / "other").metrics == same
-    assert f"have {other[0]}, {other[1]}, those of the run {own[0]}, {own[1]}" in told.text
+    assert f"have {other[0]}, {other[1]}, but the run has {own[0]}, {own[1]}" in told.text
 
 
 def test_a_run_on_one_layout_is_evaluated_on_its_own_validation_part_and_on_another_folder(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_captured_step_falls_back_to_compiled_blocks_with_one_line(ran: tuple[
     [("train.memory=low", "train.memory=low"), ("guard.on_fault=rollback", "guard.on_fault=rollback"),
      ("train.auto_batch=true", "train.auto_batch=true"), ("log.ledger=true", "log.ledger"),
      ("train.channels_last=true", "train.channels_last=true"),
-     ("train.activation_checkpointing=true", "train.activation_checkpointing=true in a model without its own")],
+     ("train.activation_checkpointing=true", "train.activation_checkpointing=true in a model without its own support")],
 )  # fmt: skip
 def test_what_a_sharded_run_does_not_have_is_refused(setting: str, said: str) -> None:
     config = load(WORKLOAD, overrides=["train.shard=true", setting]).config
@@ -203,7 +203,7 @@ def test_gathering_in_bf16_needs_a_step_in_bf16() -> None:
     config = load(WORKLOAD, overrides=["train.shard=true", "train.shard_gather=bf16"]).config
     plan = decide_plan(config, build_workload(config), look_up_gpu("H100"))
     refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="bf16"))
-    with pytest.raises(ConfigError, match="train.shard_gather=bf16 with precision tf32"):
+    with pytest.raises(ConfigError, match="train.shard_gather=bf16 does not fit precision tf32"):
         refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="tf32"))
     with pytest.raises(ConfigError, match="simulated bf16"):
         refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="bf16", simulated=True))
@@ -247,7 +247,7 @@ def test_auto_shards_only_what_does_not_fit_and_says_so(ran: tuple[Path, dict[st
 
 def test_another_number_of_ranks_is_refused_unless_torchrun_lost_some(ran: tuple[Path, dict[str, Any]]) -> None:
     folder, ends = ran
-    assert "was saved with 2 shards, and this is 1 shard" in ends["other ranks"][0]
+    assert "was saved with 2 shards, but this is 1 shard" in ends["other ranks"][0]
     assert ends["fewer"][0] == ""
     assert "it cannot continue bit-exactly" in ends["fewer"][1]
     assert "1 rank instead of 2: each batch is cut into 2 micro-batches" in ends["fewer"][1]

@@ -113,7 +113,7 @@ def killed_launcher(rank: int, size: int, port: int) -> str:
 
 
 def test_a_launcher_that_was_killed_ends_its_processes_in_words(tmp_path: Path) -> None:
-    assert "torchrun, which keeps it, was killed" in together(2, killed_launcher, tmp_path)[0]
+    assert "torchrun, which hosts it, was killed" in together(2, killed_launcher, tmp_path)[0]
 
 
 def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path: Path) -> None:

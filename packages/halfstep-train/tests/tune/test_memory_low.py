@@ -87,7 +87,7 @@ def test_a_lever_without_a_hold_on_the_model_is_left_after_its_second_position()
     choice = memory_choice(measure, [BUDGETS])
     assert asked == [NORMAL, *BUDGETS[:2]]
     assert choice.notes == (
-        "activation budget 0.5, activation budget 0.3: activation budget 0.7 saves nothing already",
+        "activation budget 0.5, activation budget 0.3: activation budget 0.7 already saves nothing",
     )
 
 

@@ -98,7 +98,7 @@ def test_a_short_run_is_not_compiled_for(demo: Path) -> None:
     machine = Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1)
     found = searched(demo, machine, 600.0)
     assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
-    assert "too short to compile for: about 10 min to go" in found.fields["mode_reason"]
+    assert "too short for compiling: about 10 min to go" in found.fields["mode_reason"]
     assert (found.fields["mode"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
 
 

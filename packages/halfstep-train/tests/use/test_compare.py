@@ -303,7 +303,7 @@ def test_a_comparison_goes_on_with_the_settings_it_began_with(
     config.write_text(f"workload: {MOONS}\noptimizer: {{lr: 0.1}}\n")
     code, _, error = run(capsys, "--resume", str(folder))
     assert code == 2
-    assert "optimizer.lr was 0.003, and is 0.1" in error
+    assert "optimizer.lr was 0.003, and is now 0.1" in error
     code, _, error = run(capsys, "--resume", str(folder), "--seeds", "9", "train.epochs=3")
     assert (code, "--seeds, the settings" in error, "--budget" in error) == (2, True, True)
 

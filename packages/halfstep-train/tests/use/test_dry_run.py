@@ -109,7 +109,7 @@ def test_headroom_is_in_bits_and_scaling_saves_small_gradients() -> None:
     rows = judge_modules(subject, "fp16", [subject.window])
     (gradients,) = (row for row in rows if row.kind == "gradients" and row.is_bad)
     assert gradients.verdict == "flushes to zero"
-    assert gradients.remedy.startswith("loss scaling saves it")
+    assert gradients.remedy.startswith("loss scaling helps")
 
 
 def test_updates_that_bf16_weights_would_not_feel_are_counted() -> None:
@@ -129,7 +129,7 @@ def test_updates_that_a_run_keeps_do_not_fail(rounding: str, code: int, capsys: 
     assert int(end.value.code or 0) == code
     said = capsys.readouterr().out
     assert "loses updates" in said
-    assert ("precision.rounding=split saves it" in said) == (rounding == "split")
+    assert ("precision.rounding=split helps" in said) == (rounding == "split")
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -167,7 +167,7 @@ def test_the_command_prints_json_draws_and_ends_with_1_where_something_does_not_
 def test_a_step_that_is_bad_in_fp32_judges_no_format() -> None:
     model = net(plain=1.0)
     subject = subject_of(model, [torch.full((4, 16), float("nan"))])
-    with pytest.raises(PrecisionError, match="already fails without fp16: fp32: loss nan"):
+    with pytest.raises(PrecisionError, match="fails even without fp16: fp32: loss nan"):
         judge_modules(subject, "fp16", [subject.window])
 
 

@@ -216,7 +216,7 @@ def test_a_second_ctrl_c_names_the_folder_that_cannot_be_continued(unet: Path, t
     said = "stopped by a second Ctrl-C after 2 predictions; .* incomplete"
     with press_ctrl_c(after=2), press_ctrl_c(after=2), pytest.raises(Interrupted, match=said) as stopped:
         predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
-    assert stopped.value.fix == f"remove {tmp_path / 'out'}, or name another folder with --out"
+    assert stopped.value.fix == f"remove {tmp_path / 'out'}, or choose another folder with --out"
     with pytest.raises(ConfigError, match="exists already"):
         predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
 

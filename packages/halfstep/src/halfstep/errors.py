@@ -227,7 +227,7 @@ def import_application(module: str, what: str) -> ModuleType:
     has_any = importlib.util.find_spec("halfstep_train") is not None
     version = importlib.import_module("halfstep_train").__version__ if has_any else ""
     if version != __version__:
-        why = f" of version {__version__}, as halfstep, not {version}" if has_any else ", which is not installed"
+        why = f" of halfstep's version {__version__}, not {version}" if has_any else ", which is not installed"
         raise InstallError(f"{what} needs halfstep-train{why}: {suggest_own_install('halfstep-train')}")
     with explain_missing(what, CLI_PACKAGES, suggest_install(*CLI_PACKAGES.values())):
         return importlib.import_module(f"halfstep_train.{module}")

@@ -140,7 +140,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory, which stays alive as long as the result."""
     flat = tensor.detach().reshape(-1)
     if flat.nbytes and not flat.data_ptr():  # a subclass that wraps other tensors: reading at 0 would end the process
-        raise TypeError(f"a {type(tensor).__name__}, which has no memory of its own")
+        raise TypeError(f"a {type(tensor).__name__}, which has no storage")
     # Not by .numpy(): torch refuses to resize a storage from then on, and modules resize their buffers.
     memory: Any = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
     memory.owner = flat

@@ -254,7 +254,7 @@ FIELD = [
     (padded_row, "bf16", causes.UNDERFLOW, "in place of -inf", "2"),
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
     (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "rewrite as F.log_softmax(z, dim) at ", ""),
-    (every_target_ignored, "bf16", causes.UNDERFLOW, "the targets that count", ""),
+    (every_target_ignored, "bf16", causes.UNDERFLOW, "the number of targets that count", ""),
     (id_past_the_vocabulary, "fp32", causes.BAD_INPUT, "sample 2", "2"),
     (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
     (unwritten_class_weights, "fp32", causes.BAD_STATE, "class_weight", ""),
@@ -329,7 +329,7 @@ def test_what_refuses_half_is_fixed_by_an_island_though_the_loss_scale_is_still_
     assert found.cause == causes.REFUSED
     assert found.remedy.works, str(found)
     assert "hs.fp32_island()" in found.remedy.change
-    assert ".float() on what it takes" in found.remedy.change
+    assert "with .float() on its inputs" in found.remedy.change
 
 
 # --- planted causes in a larger model ---

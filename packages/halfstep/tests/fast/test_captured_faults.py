@@ -397,7 +397,7 @@ def test_compiled_code_that_gives_nan_is_refused_before_it_is_used(
     inductor["gives_nan"] = True
     found = train(make_squares, CPU, "compile")
     assert (found.step.mode, found.why_eager) == ("graph", "")
-    reason = "the compiled code's gradients are not finite, those of torch's kernels are"
+    reason = "the compiled code's gradients are not finite, but those of torch's kernels are"
     assert f"halfstep: not compiled: {reason}" in capsys.readouterr().err.splitlines()
     assert_same_history(found, train(make_squares, CPU, "off"))
 
@@ -412,7 +412,7 @@ def test_the_certificate_of_compiled_code_names_what_was_compared() -> None:
 
     known, drawn = (str(train(make, CPU, "compile").step.certificate) for make in (make_squares, make_drawing))
     assert "bit-equal to its uncaptured code; compiled gradients within" in known
-    assert "compiled gradients not compared, because Inductor draws other random numbers" in drawn
+    assert "compiled gradients not compared, because Inductor and torch draw different random numbers" in drawn
     assert "eager step" not in known + drawn
 
 

@@ -343,7 +343,7 @@ def make_nan(code: Code) -> Code:
     [
         (make_wrong, "are off by 0.01"),
         (make_wrong_backward, "the compiled code's gradients are off by 0.01"),
-        (draw_more, "draws other random numbers"),
+        (draw_more, "draws different random numbers"),
         (make_nan, "are not finite where those of torch's kernels are"),
     ],
 )
@@ -410,7 +410,7 @@ def test_steps_that_are_not_faster_as_a_whole_are_told(
     set_times(monkeypatch, 2.0, 1.0, of_steps=1.1)
     found, expected = train_both()
     assert found.step.mode == "eager"
-    assert "as 1 compiled steps have shown, which rounded in another way" in capsys.readouterr().err
+    assert "as 1 compiled steps have shown, which were rounded differently" in capsys.readouterr().err
     assert_same(found, expected)
 
 
@@ -421,7 +421,7 @@ def test_code_that_becomes_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     found.run(12)
     assert found.is_at(Stage.USED)
     monkeypatch.setattr(Broken, "is_now", True)
-    with pytest.warns(UserWarning, match="caused the last dropped steps, not your model"):
+    with pytest.warns(UserWarning, match="it, not your model, caused the last dropped steps"):
         losses = found.run(8)
     assert found.step.mode == "eager"
     assert 1 <= sum(loss != loss for loss in losses) <= 3

@@ -135,7 +135,7 @@ def test_layers_that_do_not_gain_are_not_compiled(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("fast", ["off", "graph"])
 def test_uncompiled_steps_stay_in_bf16(fast: Any) -> None:
-    with pytest.warns(UserWarning, match=f"running bf16: it pays in compiled steps only: fast='{fast}'"):
+    with pytest.warns(UserWarning, match=f"running bf16: fp8 pays off in compiled steps only: fast='{fast}'"):
         step, _ = train("fp8", num=0, fast=fast)
     assert step.plan.granted == "bf16"
     with pytest.raises(HardwareError, match="compiled steps only"):
@@ -155,7 +155,7 @@ def test_a_model_without_layers_for_fp8_stays_captured_in_bf16(capsys: pytest.Ca
     step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp8")
     for _ in range(7):
         step(lambda x: model(x).square().mean(), [torch.ones(4, 5)])
-    assert "running bf16: loss_fn calls no linear layer with sides divisible by 16" in capsys.readouterr().err
+    assert "running bf16: loss_fn calls no linear layer with sizes divisible by 16" in capsys.readouterr().err
     assert (step.plan.granted, step.mode) == ("bf16", "graph")
 
 

@@ -279,7 +279,7 @@ def test_a_faster_tuned_step_is_used(monkeypatch: pytest.MonkeyPatch, capsys: py
     torch.manual_seed(1)
     step, losses = train(Net())
     said = capsys.readouterr().err
-    assert "halfstep: tunes the compiled step for at most about 600 s, which a long run gets back" in said
+    assert "halfstep: tunes the compiled step for at most about 600 s, which pays off in a long run" in said
     assert "halfstep: tuned: 1e+03 ms per step, 2e+03 ms without; " in said
     assert step.mode == "compile+graph, tuned"
     assert not step._fast.compiled.graphs

@@ -139,7 +139,7 @@ def test_a_result_that_is_no_loss_is_refused_and_changes_nothing(name: str) -> N
 
 def test_a_forgotten_optimizer_window_or_loss_function_is_explained() -> None:
     model, step = made()
-    with pytest.raises(ConfigError, match="its optimizer, or a list of them, not Linear alone") as error:
+    with pytest.raises(ConfigError, match="its optimizer, or a list of optimizers, not Linear alone") as error:
         hs.Step(model)
     assert "hs.Step(model, torch.optim.AdamW(model.parameters()))" in error.value.fix
     with pytest.raises(ConfigError, match="loss_fn is a Tensor, not a function") as error:
@@ -214,7 +214,7 @@ def test_a_loss_divided_by_the_window_by_hand_is_noticed() -> None:
     """It would be trained and clipped at a fraction of itself."""
     model, step = made(accumulate=4)
     plain = loss_of(model)
-    with pytest.warns(UserWarning, match="divided by 4, as a loop that accumulates by hand"):
+    with pytest.warns(UserWarning, match="divided by 4: if this is for accumulation"):
         step(lambda x: plain(x) / 4, [X] * 4)
     fp16_model, fp16 = made(accumulate=4, precision=hs.Precision("fp16", simulate=True))
     with pytest.warns(UserWarning, match="divided by 4"):

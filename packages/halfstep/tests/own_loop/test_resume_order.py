@@ -471,7 +471,7 @@ def test_the_state_of_another_rank_gives_its_position_but_not_its_generators() -
     before = torch.get_rng_state()
     state = first.state_dict()
     torch.manual_seed(9)
-    with pytest.warns(UserWarning, match="this is rank 1 of 2, and the state is of rank 0 of 2"):
+    with pytest.warns(UserWarning, match="this is rank 1 of 2, and the state is from rank 0 of 2"):
         other.load_state_dict(state)
     assert not torch.equal(torch.get_rng_state(), before)
     assert [len(batch) for batch in other.follow([torch.ones(1), torch.ones(2)])] == [2]

@@ -167,9 +167,9 @@ def test_a_buffer_of_other_dimensions_or_dtype_is_of_another_model(tmp_path: Pat
     hs.save(tmp_path / "state", make_step(model), model)
     for other in (torch.zeros(0), torch.zeros(0, 4, dtype=torch.int64)):
         model.seen = other
-        with pytest.raises(CheckpointError, match="another model") as caught:
+        with pytest.raises(CheckpointError, match="a different model") as caught:
             hs.load(tmp_path / "state", make_step(model), model)
-        assert "seen is float32 (0, 4), here" in caught.value.why
+        assert "seen is float32 (0, 4), but here" in caught.value.why
 
 
 def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tm
 def test_a_tensor_that_wraps_others_is_refused_instead_of_read_at_address_0(tmp_path: Path) -> None:
     model, step = make()
     model.register_buffer("wrapping", TwoTensor(torch.ones(3), torch.ones(3)))
-    with pytest.raises(CheckpointError, match="cannot store a TwoTensor, which has no memory of its own"):
+    with pytest.raises(CheckpointError, match="cannot store a TwoTensor, which has no storage"):
         hs.save(tmp_path / "state", step, model)
     assert not (tmp_path / "state").exists()
 
@@ -347,15 +347,15 @@ def test_other_files_are_explained_and_never_unpickled(tmp_path: Path) -> None:
 def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
     step = make_step(model)
-    with pytest.raises(CheckpointError, match="was saved from another model than this Sequential") as caught:
+    with pytest.raises(CheckpointError, match="was saved from a different model than this Sequential") as caught:
         hs.load(stored, step, model)
     assert "it lacks 3.weight, 3.bias" in caught.value.why
-    assert "2.weight is float32 (1, 4), here float32 (2, 4)" in caught.value.why
+    assert "2.weight is float32 (1, 4), but here float32 (2, 4)" in caught.value.why
     half, its_step = make()
     half.bfloat16()
     with pytest.raises(CheckpointError) as caught:
         hs.load(stored, its_step, half)
-    assert "0.weight is float32 (4, 4), here bfloat16 (4, 4)" in caught.value.why
+    assert "0.weight is float32 (4, 4), but here bfloat16 (4, 4)" in caught.value.why
 
 
 def test_a_list_of_models_and_one_model_are_distinguished(tmp_path: Path, stored: Path) -> None:

@@ -166,7 +166,7 @@ def save_replicas(rank: int, size: int, port: int, folder: Path) -> dict[str, An
 
                 other = next(mesh for other, mesh in meshes.items() if other != shape)
                 model, step = make(name, mesh=other)
-                with pytest.raises(CheckpointError, match="was saved with .* and this is ") as refused:
+                with pytest.raises(CheckpointError, match="was saved with .* but this is ") as refused:
                     hs.load(path, step, model)
                 _, notes = load(path, step, model, reshard=True)
                 is_same = all(torch.equal(value, at_save[key]) for key, value in take_whole(model).items())
@@ -202,7 +202,7 @@ def test_a_failed_save_is_raised_and_latest_stays(saved: Any) -> None:
 def test_another_number_of_ranks_loads_with_one_line_if_asked(saved: Any, tmp_path: Path) -> None:
     folder, found = saved
     [alone] = together(1, load_alone, tmp_path, folder)
-    assert "was saved with 2 shards, and this is 1 shard" in alone["refusal"]
+    assert "was saved with 2 shards, but this is 1 shard" in alone["refusal"]
     assert "hs.load(..., reshard=True)" in alone["refusal"]
     assert ["cannot continue bit-exactly" in note for note in alone["adamw notes"]] == [True]
     assert any("8-bit optimizer state is quantised again" in note for note in alone["8bit notes"])
@@ -219,17 +219,17 @@ def test_replicas_of_shards_resume_bit_exactly_and_reshard_if_asked(tmp_path: Pa
             assert found[f"{name} 2 x 2 to the other"][0]
             assert found[f"{name} 4 to the other"][0]
     what, *notes = ranks[0]["8bit 2 x 2 to the other"][1]
-    assert "was saved with 2 shards in 2 replicas, and this is 4 shards" in what
+    assert "was saved with 2 shards in 2 replicas, but this is 4 shards" in what
     assert any("cannot continue bit-exactly" in note for note in notes)
     assert any("quantised again" in note for note in notes)
-    assert "and this is 2 shards in 2 replicas" in ranks[0]["adamw 4 to the other"][1][0]
+    assert "but this is 2 shards in 2 replicas" in ranks[0]["adamw 4 to the other"][1][0]
 
 
 def test_an_unsharded_model_loads_a_sharded_save_if_asked(saved: Any) -> None:
     folder, found = saved
     for name in OPTIMIZERS:
         model, step = make(name, shard=False)
-        with pytest.raises(CheckpointError, match="was saved with 2 shards, and this is an unsharded model"):
+        with pytest.raises(CheckpointError, match="was saved with 2 shards, but this is an unsharded model"):
             hs.load(folder / name, step, model)
         _, notes = load(folder / name, step, model, reshard=True)
         assert any("cannot continue bit-exactly" in note for note in notes)

@@ -162,7 +162,7 @@ def look_up_gpu(name: str) -> KnownGPU:
         return gpu
     if rows := _find_rows(split_words(name)):
         raise HardwareError(
-            f"{name!r} matches {len(rows)} GPUs", fix=f"name one of {', '.join(gpu.name for gpu in rows[:6])}"
+            f"{name!r} matches {len(rows)} GPUs", fix=f"use one of {', '.join(gpu.name for gpu in rows[:6])}"
         )
     raise HardwareError(f"unknown GPU {name!r}", fix=f"nearest known names: {', '.join(find_nearest_names(name))}")
 

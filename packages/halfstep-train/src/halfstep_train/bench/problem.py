@@ -274,7 +274,7 @@ def _refuse_rows_as_settings(loaded: Loaded) -> None:
         if loaded.origins[path].layer == "override":
             raise ConfigError(
                 f"{loaded.origins[path].where} cannot be set for a benchmark",
-                why=f"each row has its own; {option} selects them",
+                why=f"each row has its own value; {option} selects the values",
                 fix=f"{option} {value}",
             )
 

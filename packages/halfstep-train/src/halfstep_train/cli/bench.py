@@ -118,7 +118,7 @@ def split_choices(text: str | None, option: str, allowed: Sequence[str] = ()) ->
         return ()
     found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))
     if not found:
-        fix = f"leave {option} out, or name some: {option} {','.join((allowed or ('fp32', 'bf16'))[:2])}"
+        fix = f"leave {option} out, or give some: {option} {','.join((allowed or ('fp32', 'bf16'))[:2])}"
         raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
     for choice in found:
         if allowed and choice not in allowed:

@@ -126,7 +126,7 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
     """Return the target, the overrides of every row (flags are among them), and the rows."""
     given = context.params
     if {"rows", "precisions"} <= read_given(context).keys():
-        raise ConfigError("--rows and --precisions cannot be combined", why="both name rows", fix="keep one of them")
+        raise ConfigError("--rows and --precisions cannot be combined", why="both set rows", fix="keep one of them")
     target, overrides, more_rows = _split_arguments(given["arguments"] or [])
     data_dir = given["data_dir"] and _make_absolute(given["data_dir"])
     # An unset switch stays open: a row's format may then be simulated.
@@ -142,7 +142,7 @@ def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
     if not (folder / "comparison.json").is_file():  # before torch is imported
-        fix = "name a folder that `halfstep compare` created"
+        fix = "give a folder that `halfstep compare` created"
         raise CheckpointError(f"{folder} is not a comparison", why="comparison.json is missing", fix=fix)
     from halfstep_train.use.compare import open_comparison, refuse_incomparable_runs
 
@@ -150,7 +150,7 @@ def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Compar
     if fixed := [flags.get(name, "the settings") for name in names if name not in (*FREE, "resume")]:
         raise ConfigError(
             f"{', '.join(fixed)} cannot change with --resume {folder}",
-            fix=f"leave it out; {', '.join(flags[name] for name in FREE)} may change",
+            fix=f"only {', '.join(flags[name] for name in FREE)} may change",
         )
     comparison = open_comparison(folder)
     refuse_incomparable_runs(comparison)
@@ -184,7 +184,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 def _split_arguments(arguments: list[str]) -> tuple[str, list[str], list[str]]:
     """Split the arguments into target, settings, and further rows (several may follow one `--rows`)."""
     if not arguments or "=" in arguments[0]:
-        raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
+        raise ConfigError("nothing to compare", fix="give a workload or a file first: halfstep compare unet")
     target, *others = arguments
     # `amp: precision=bf16` is a row: its colon comes before its first `=`.
     rows = [argument for argument in others if ":" in argument.partition("=")[0]]

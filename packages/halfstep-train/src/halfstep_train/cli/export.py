@@ -45,7 +45,7 @@ def command(
     refuse_wrong_formats(to, format)
     refuse_bad_run(run, out, data)
     if out is not None and not out.name:
-        raise ConfigError(f"--out {out} is the current folder", why="the export makes a new one", fix="--out ./NAME")
+        raise ConfigError(f"--out {out} is the current folder", why="the export creates one", fix="--out ./NAME")
     refuse_wrong_family(run, trust=trust)
     from rich.console import Console
 
@@ -64,7 +64,7 @@ def command(
 def refuse_wrong_formats(to: str, format: str) -> None:
     """Refuse a format that this kind of file does not have, and missing packages, before torch is imported."""
     if format not in FORMATS[to]:
-        why = "most kernels of onnxruntime do not take bf16" if format == "bf16" else ""
+        why = "most kernels of onnxruntime do not support bf16" if format == "bf16" else ""
         raise ConfigError(f"--to {to} has no format {format}", why=why, fix=f"use --format {', '.join(FORMATS[to])}")
     missing = [name for name in ONNX_PACKAGES if to == "onnx" and importlib.util.find_spec(name) is None]
     if missing:

@@ -100,7 +100,7 @@ def refuse_unknown_device(name: str | None) -> str | None:
 
 DEVICES = "auto, cpu, cuda, cuda:1, mps, xpu"
 TARGET, OR_RUN = "WORKLOAD|CONFIG.yaml KEY=VALUE", "WORKLOAD|CONFIG.yaml|RUN KEY=VALUE"
-USED, TRAINED = "What to use, then settings.", "What to train, then settings."
+USED, TRAINED = "What to open, then settings.", "What to train, then settings."
 Arguments = Annotated[list[str], typer.Argument(metavar=TARGET, help=USED, autocompletion=complete_target)]
 ArgumentsOrRun = Annotated[list[str], typer.Argument(metavar=OR_RUN, help=USED, autocompletion=complete_target_or_run)]
 MaybeArguments = Annotated[
@@ -118,7 +118,7 @@ UsedDevice = Annotated[
     str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.", callback=refuse_unknown_device)
 ]
 UsedPrecision = Annotated[str | None, option("Precision to compute in; default: the run's.")]
-Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
+Checkpoint = Annotated[str, option("Checkpoint to use, or its step.", metavar="best|last|NAME")]
 Trust = Annotated[
     bool, option("Import the run's custom code, even if it is not the code that you trained the run with.", "--trust")
 ]

@@ -22,7 +22,7 @@ def command(
         Path,
         typer.Argument(
             metavar="DIR|CONFIG.yaml",
-            help="A folder of train/<class>/* and val/<class>/*, or of <class>/*; or a config that caches.",
+            help="A folder of train/<class>/* and val/<class>/*, or of <class>/*; or a config with data.cache.",
         ),
     ],
     size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,
@@ -80,7 +80,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     if kind.pack is None:
         raise ConfigError(
             f"{config.workload} cannot be packed from a config",
-            why="a config packs latents; image folders with classes are packed without one",
+            why="a config packs latents; class folders are packed without a config",
             fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it contains class folders",
         )
     with raise_at_once("while packing"):

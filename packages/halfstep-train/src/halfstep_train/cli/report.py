@@ -73,7 +73,7 @@ def render_comparison_page(folder: Path) -> str:
     comparison = open_comparison(folder)
     if not comparison.count_whole_seeds():
         raise CheckpointError(
-            f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
+            f"no seed in {folder} has a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )
     lines = build_lines(comparison)
     series = []

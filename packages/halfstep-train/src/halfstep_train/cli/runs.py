@@ -34,7 +34,7 @@ def command(
     from halfstep_train.report.metrics_file import replace_non_finite
 
     if not folder.is_dir() and folder != RUNS:
-        raise CheckpointError(f"there is no folder {folder}", fix="name the folder that contains your runs")
+        raise CheckpointError(f"there is no folder {folder}", fix="give the folder that contains your runs")
     found = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     rows = []
     for file in found:

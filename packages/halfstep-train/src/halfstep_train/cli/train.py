@@ -151,7 +151,7 @@ def load_config(
         return apply_decided(again, stored, folder.read_settled().decided)
     if not target:
         raise ConfigError(
-            "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"
+            "nothing to train", fix="give a workload or a file first: halfstep train unet, halfstep train my.yaml"
         )
     return load(target, launcher=launcher, **given)
 

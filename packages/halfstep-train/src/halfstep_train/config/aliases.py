@@ -132,7 +132,7 @@ HABITS: dict[str, str] = {
     "tensorboard": TRACKERS_INSTEAD,
     "no_tensorboard": "leave it out: without --track no tracker is used",
     "logger": "--track tensorboard, wandb or mlflow; metrics.jsonl is always written",
-    "config": "name the file first: halfstep train FILE",
+    "config": "give the file first: halfstep train FILE",
     "output_dir": "--out DIR is the run's folder, --log-dir DIR its parent",
     "no_sub_logdirs": "--out DIR is the run's folder itself",
     "devices": "--gpus N",

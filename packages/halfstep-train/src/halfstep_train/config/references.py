@@ -62,7 +62,7 @@ class References:
             if isinstance(value, (list, Mapping)):
                 raise ConfigError(
                     f"{at}: ${{{match[1]}}} is a list or a section and cannot be part of a string",
-                    fix="use the reference alone, or name a single value",
+                    fix="use the reference alone, or refer to a single value",
                 )
             # Paste the value and search again: references may be nested, `${globals.${globals.NAME}}`.
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]

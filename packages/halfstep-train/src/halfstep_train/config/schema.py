@@ -163,7 +163,7 @@ class TrainConfig(Section):
     activation_checkpointing: bool = setting(
         False, "Recompute activations in backward: less memory, one more forward pass per step"
     )
-    auto_batch: bool = setting(False, "On out-of-memory, halve the micro-batch, double accumulate, and continue")
+    auto_batch: bool = setting(False, "When memory runs out, halve the micro-batch, double accumulate, and continue")
     reduce: Literal["fp32", "bf16"] = setting("fp32", "Several ranks: format in which gradients are all-reduced")
     shard: Literal["auto"] | bool = setting(
         False,

@@ -384,7 +384,7 @@ class PrecisionKeys:
 
 def make_disagreement(one: Statement, other: Statement) -> ConfigError:
     """Return the error for two statements of one layer that contradict each other."""
-    why = f"both are of the same layer ({one.origin.layer}), so neither has priority"
+    why = f"both come from the same layer ({one.origin.layer}), so neither has priority"
     return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 

@@ -50,7 +50,7 @@ def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         raise _make_broken_error(path, f"it has {values.size:,} bytes, not a multiple of {ROW_BYTES}")
     rows = values.reshape(-1, ROW_BYTES)
     if rows[:, 0].max() >= len(CLASSES):
-        raise _make_broken_error(path, f"it has a label of {rows[:, 0].max()}, and there are {len(CLASSES)} classes")
+        raise _make_broken_error(path, f"it has a label of {rows[:, 0].max()}, but there are {len(CLASSES)} classes")
     return rows
 
 
@@ -75,7 +75,7 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
     train, test = (_read_idx_images(folder, part) for part in (TRAIN, TEST))
     num_classes = int(train.labels.max()) + 1
     if int(test.labels.max()) >= num_classes:
-        raise _make_broken_error(folder, f"a test label is {int(test.labels.max())}, but training has {num_classes}")
+        raise _make_broken_error(folder, f"test label {int(test.labels.max())}, but training has {num_classes} classes")
     return tuple(str(number) for number in range(num_classes)), train, test
 
 

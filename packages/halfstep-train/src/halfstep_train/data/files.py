@@ -201,7 +201,7 @@ def load_array(path: Path) -> Array:
         raise DataError(
             f"cannot read {path}",
             why=why,
-            fix="save the values alone, np.save(FILE, array) or torch.save(tensor, FILE), or leave bad files out: "
+            fix="save only the values with np.save(FILE, array) or torch.save(tensor, FILE), or leave bad files out: "
             "data.on_bad_file=skip",
         ) from error
     if not isinstance(tensor, torch.Tensor):

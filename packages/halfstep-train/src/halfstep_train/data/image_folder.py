@@ -137,7 +137,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences += [f"unknown: {list_some(extra, 10)}"] if extra else []
     raise DataError(
         f"the data has {format_count(len(found), 'class', 'classes')}, but the model was trained on {len(trained)}",
-        why="; ".join(differences) or "they are the same names in another order",
+        why="; ".join(differences) or "the names are the same, in a different order",
         fix="evaluate on data with the same class folders",
     )
 
@@ -159,7 +159,7 @@ def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], li
     train_name, val_name, *_ = (*layout.folders, "", "")
     train, val = _find_named(root, train_name, TRAIN_NAMES), _find_named(root, val_name, VALIDATION_NAMES)
     if train is None and val is not None:
-        raise DataError(f"{root} has {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
+        raise DataError(f"{root} has {val.name}/ but no train/", fix="set the training folder: data.folders=[NAME]")
     return [train or root], [val] if val else []
 
 

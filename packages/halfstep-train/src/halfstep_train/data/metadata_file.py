@@ -46,7 +46,7 @@ def read_labels(folder: Path, root: Path, column: str, usual: Sequence[str]) -> 
         raise DataError(
             f"{table} has {len(found)} different labels in {num_rows} rows: {list_some(found, 3)}",
             why="these are captions, not classes",
-            fix="name the column with the classes: data.label_column=NAME",
+            fix="set the column with the classes: data.label_column=NAME",
         )
     in_order = sorted(found, key=make_natural_key)
     return {name: sorted(found[name], key=lambda path: make_natural_key(str(path))) for name in in_order}
@@ -73,7 +73,7 @@ def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
             raise DataError(
                 f"{table}, line {number}: the caption in {column!r} is {caption!r}, not a string",
                 why=f"the line has {list_some(row, 10)}",
-                fix="correct the line, or name the column with the captions: data.text_column=NAME",
+                fix="correct the line, or set the column with the captions: data.text_column=NAME",
             )
         if path is not None:
             found[path] = caption
@@ -126,7 +126,7 @@ def _read_label(table: Path, number: int, row: dict[str, Any], columns: Sequence
         raise DataError(
             f"{table} has no column {' or '.join(columns)}",
             why=f"line {number} has {list_some(row, 10)}",
-            fix="name the column with the classes: data.label_column=NAME",
+            fix="set the column with the classes: data.label_column=NAME",
         )
     label = row[name]
     if not isinstance(label, (str, int)) or isinstance(label, bool) or label == "":

@@ -64,7 +64,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
             Claim(text="without scaling nothing was learned", holds=unscaled.learned < 0.1),
         ],
         comments=[
-            f"the scale starts at 2^{math.log2(FIRST_SCALE):.0f}: gradients pass {FORMATS['fp16'].largest:g}, the "
+            f"the scale starts at 2^{math.log2(FIRST_SCALE):.0f}: gradients exceed {FORMATS['fp16'].largest:g}, the "
             "largest number of fp16, so the step is skipped and the scale is halved, until the gradients fit",
             "a skipped step changes nothing: weights, optimizer state and schedule keep their bits",
             f"without scaling, gradients of such a small loss are below {smallest:.2g}, the smallest number of fp16",

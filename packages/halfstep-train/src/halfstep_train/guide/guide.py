@@ -305,7 +305,7 @@ class Question:
             name for name in names if text and name.startswith(text)
         ]
         if len(matching) != 1:
-            raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
+            raise ConfigError(f"{self.key}: {answer!r} is not one of the choices", fix=suggest_nearest(answer, names))
         return matching[0]
 
 

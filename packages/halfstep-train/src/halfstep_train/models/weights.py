@@ -45,7 +45,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         inside = sorted(
             file.name for ending in ("safetensors", "pth", "pt", "bin") for file in path.glob(f"*.{ending}")
         )
-        fix = f"name a file in it: {', '.join(inside[:SHOWN])}" if inside else "give a .safetensors or .pth file"
+        fix = f"give a file in it: {', '.join(inside[:SHOWN])}" if inside else "give a .safetensors or .pth file"
         raise ModelError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""), fix=fix)
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)
@@ -132,7 +132,7 @@ def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
     """List names that only one side has, and tensors of different shapes."""
     missing, unknown = ([name for name in one if name not in other] for one, other in ((own, weights), (weights, own)))
     shapes = [
-        f"{name} is {_format_shape(weights[name])} there, {_format_shape(own[name])} here"
+        f"{name} is {_format_shape(weights[name])} in the file, but {_format_shape(own[name])} here"
         for name in own
         if name in weights and weights[name].shape != own[name].shape
     ]

@@ -553,7 +553,7 @@ def override_sections(
     """Return the run's settings with the overrides of a workload's phase or group."""
     if schedule.get("name", settings.schedule.name) == "plateau" != settings.schedule.name:
         raise ConfigError(
-            f"{who} asks for the schedule plateau",
+            f"{who} asks for the plateau schedule",
             why="a plateau of the validation metric cuts all learning rates together",
             fix="schedule.name=plateau in the config, or another schedule here",
         )

@@ -294,8 +294,8 @@ def _verify_files(path: Path) -> dict[str, Any]:
             found = measure_file(path / name)
             if found != dict(expected):
                 raise ValueError(
-                    f"it has {found['bytes']} bytes, checksum {found['crc32']:08x}, "
-                    f"expected {expected['bytes']} bytes, {expected['crc32']:08x}"
+                    f"it has {found['bytes']} bytes and checksum {found['crc32']:08x}, not "
+                    f"{expected['bytes']} bytes and {expected['crc32']:08x}"
                 )
     except MALFORMED as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {name}: {error}") from error

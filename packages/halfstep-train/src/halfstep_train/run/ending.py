@@ -126,7 +126,7 @@ def _refuse_only_skips(loop: Loop) -> None:
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
         why="the weights are unchanged since the start of the run",
-        fix="train longer, which finds a loss scale, or start with a lower scaler.init_scale"
+        fix="train longer, so that the loss scale can fall far enough, or start with a lower scaler.init_scale"
         if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
         "check whether they also fail with --precision fp32",

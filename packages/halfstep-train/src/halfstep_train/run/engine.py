@@ -191,7 +191,7 @@ class Engine:
             ranks = ", ".join(map(str, reading.fallen_ranks))
             self.mode = reading.fell_to
             self._forget_code()
-            self.notice(f"all ranks run steps in {self.mode} mode from here on, as rank {ranks} has to", "info")
+            self.notice(f"all ranks run steps in {self.mode} mode from here on, because rank {ranks} has to", "info")
 
     def fall_back_to(self, mode: Mode) -> None:
         """Resume in the slower mode that the run had fallen back to.

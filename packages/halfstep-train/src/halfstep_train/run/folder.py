@@ -189,7 +189,7 @@ def load_target(source: str, *, flags: Mapping[str, object], overrides: Sequence
         raise CheckpointError(
             f"{source} is not a run",
             why="there is no such folder" if is_missing else "config.yaml is missing",
-            fix=f"name a folder that `halfstep train` created, a config file, or a workload such as {DEMO_WORKLOAD}",
+            fix=f"give a folder that `halfstep train` created, a config file, or a workload such as {DEMO_WORKLOAD}",
         )
     loaded = load(source, flags=flags, overrides=overrides)
     refuse_missing_paths(loaded.config)
@@ -502,10 +502,10 @@ def refuse_changes(
         )
     binding = [note for key, note in zip(changed, notes, strict=True) if not key.startswith(FREE)]
     if binding and not allow:
-        what = f"{edited} was edited" if edited else "this run was started with other settings"
+        what = f"{edited} was edited" if edited else "this run was started with different settings"
         raise CheckpointError(
             f"{what}: {'; '.join(binding)}",
-            why="a resumed run continues exactly, which other settings would prevent",
+            why="with different settings, a resumed run would not continue exactly",
             fix=f"{undo[1]}, or accept them with --allow-changes",
         )
     return Changes(keys=tuple(changed), notes=(*notes, *_describe_schedule_change(asked, changed)))

@@ -51,7 +51,7 @@ def read_launch(variables: Mapping[str, str]) -> Launch | None:
     if size > 1 or size == 1 and "RANK" in variables:
         if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]:
             raise ConfigError(
-                f"WORLD_SIZE={size} without {', '.join(missing)}",
+                f"WORLD_SIZE={size} is set without {', '.join(missing)}",
                 why="this process cannot determine its rank or reach the other ranks",
                 fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
             )

@@ -500,7 +500,7 @@ class HeldWindows:
             raise ConfigError(
                 f"guard.hold=true does not work with phases ({', '.join(parts.step.steps)})",
                 why="phases commit one after another in an iteration, and only whole iterations can run again",
-                fix="guard.hold=false; a capsule then records by how many commits it is inexact",
+                fix="set guard.hold=false; a capsule then records by how many commits its weights are too new",
             )
         scaler = parts.step.scaler
         self.hold = Hold(parts.device, low=scaler.low if scaler.enabled else None)

@@ -85,7 +85,7 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
         "train.memory=low": (train.memory == "low", "train.activation_checkpointing=true"),
         "train.auto_batch=true": (train.auto_batch, "choose train.batch_size with halfstep plan --memory --ranks N"),
         "train.channels_last=true": (train.channels_last is True, "leave train.channels_last out"),
-        "train.activation_checkpointing=true in a model without its own": (
+        "train.activation_checkpointing=true in a model without its own support": (
             train.activation_checkpointing and not any(isinstance(m, Recomputing) for m in workload.model.modules()),
             "train.activation_checkpointing=false; recomputing other models is checked on a copy",
         ),
@@ -254,8 +254,8 @@ def refuse_unfit_gather(train: TrainConfig, plan: Plan) -> None:
     if train.shard_gather == "bf16" and (plan.granted != "bf16" or plan.simulated):
         precision = f"simulated {plan.granted}" if plan.simulated else plan.granted
         refuse_on_all(
-            f"train.shard_gather=bf16 with precision {precision}",
-            why="weights would be rounded to bf16 although they are used in another format",
+            f"train.shard_gather=bf16 does not fit precision {precision}",
+            why="weights would be rounded to bf16 although they are used in a different format",
             fix="leave train.shard_gather out, or --precision bf16",
         )
 

@@ -68,7 +68,7 @@ def match_layout(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"the workload's prepare() returned {name!r} as {type(value).__name__}, {value!r:.60}",
-                why="a batch is a dict of tensors: batches are moved, split and captured as tensors",
+                why="a batch must contain only tensors, which can be moved, split and captured",
                 fix="make it a tensor on the batch's device, or leave it out of the batch",
             )
     images = torch.channels_last if is_channels_last(model) else None

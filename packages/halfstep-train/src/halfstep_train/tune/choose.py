@@ -105,12 +105,12 @@ class _Check:
         if any(isinstance(mark, tuple) and not math.isfinite(mark[1]) for mark in self.plain.left.values()):
             raise CannotRun(f"a step of {NUM_SAMPLES} samples is not finite, so nothing can be compared")
         if own := [name for name in blocks if (name, "in backward") in self.plain.calls]:
-            raise CannotRun(f"{describe_blocks(self.model, own)} does that itself already")
+            raise CannotRun(f"{describe_blocks(self.model, own)} already recomputes by itself")
         idle = {name for name, _ in self.plain.calls if (name, "kept") not in self.plain.calls}
         called = find_blocks(self.model, {*blocks} - {name for name, _ in self.plain.calls})
         self.blocks = [name for name in called if name not in idle]
         if not self.blocks:
-            raise CannotRun(f"{describe_blocks(self.model, idle)}: nothing trains in them or before them")
+            raise CannotRun(f"{describe_blocks(self.model, idle)}: nothing in them or before them is trained")
 
     def find(self) -> Recomputable:
         names, notes = self.blocks, list[str]()

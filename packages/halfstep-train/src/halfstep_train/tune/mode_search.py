@@ -200,7 +200,7 @@ class ModeSearch:
         found = list(self.problems)
         if "graph" in self.too_short_for:
             run_s = self.time.run_s or 0.0
-            found.append(f"too short to compile for: about {format_duration(run_s)} to go (train.fast=graph compiles)")
+            found.append(f"too short for compiling: about {format_duration(run_s)} to go (train.fast=graph compiles)")
         else:
             found += [f"not tried, the run is too short for its start-up: {label}" for label in self.too_short_for]
         if self.out_of_time:

@@ -154,7 +154,7 @@ def choose_memory(
             # model.
             if (left := lever[number:]) and (is_slow or num_idle == 2):
                 end = "is too slow" if is_slow else "saves nothing"
-                notes = (*notes, f"{', '.join(map(str, left))}: {setting} {end} already")
+                notes = (*notes, f"{', '.join(map(str, left))}: {setting} already {end}")
                 break
     together = _combine_levers(trials, time_limit)
     if together is not None and may_go_on():

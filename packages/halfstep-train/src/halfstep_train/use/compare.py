@@ -231,7 +231,7 @@ def refuse_incomparable_runs(comparison: Comparison) -> None:
             key = changed[0]
             raise ConfigError(
                 f"{row}: {', '.join(changed)} changed since this comparison began",
-                why=f"{key} was {then.get(key)}, and is {now[row].get(key)} in {comparison.request.target} as read now",
+                why=f"{key} was {then.get(key)}, and is now {now[row].get(key)} in {comparison.request.target}",
                 fix="restore it (relative paths refer to the folder where the comparison began), or compare again",
             )
 
@@ -261,7 +261,7 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
         rows, seeds = format_count(len(request.rows), "row"), format_count(request.seeds, "seed")
         say(f"{rows} x {seeds}: {comparison.num_wanted} runs; {_describe_left(comparison, 0, 0.0)}")
         for name, missing in comparison.simulated.items():
-            say(f"warning: {name} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
+            say(f"warning: {name} is simulated: {missing}; this compares numerics, not speed (--strict refuses it)")
         named = choose_folder_names(request.rows)
         jobs = [(row, seed, folder / "runs" / f"{name}-{seed}")
                 for seed in range(request.seeds) for name, row in named.items()]  # fmt: skip

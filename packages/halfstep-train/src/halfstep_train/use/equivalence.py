@@ -51,7 +51,7 @@ def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> N
     if len(names) < 2:
         raise ConfigError(
             f"a comparison needs two rows, but there is {f'only {names[0]!r}' if names else 'none'}",
-            fix="name several with --precisions fp32,bf16, or add a row with --rows",
+            fix="give several with --precisions fp32,bf16, or add a row with --rows",
         )
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
@@ -63,7 +63,7 @@ def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> N
             fix=f"--seeds {FEWEST_SEEDS} or more; the default is {SEEDS}",
         )
     if margin is not None and not 0 < margin < math.inf:
-        raise ConfigError(f"--margin {margin:g} is not a margin", fix="give a positive number in the metric's unit")
+        raise ConfigError(f"--margin {margin:g} is not valid", fix="give a positive number in the metric's unit")
 
 
 # --- the margin ---

@@ -125,7 +125,7 @@ def plan_memory(
     notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
     if gpu and hardware:
         if name != "auto" and (reason := explain_lack(name, hardware)):
-            notes.append(f"{reason}: a run on this GPU would use another precision")
+            notes.append(f"{reason}: a run on this GPU would use a different precision")
         if not memory:
             notes.append(f"{hardware.name} is sold with several memory sizes: give one with --fit SIZE")
         notes += hardware.notes

@@ -126,7 +126,7 @@ def predict(
             raise Interrupted(
                 f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
                 + (f"; {folder} may contain an incomplete file" if has_files else "; nothing was written"),
-                fix=f"remove {folder}, or name another folder with --out" if has_files else "",
+                fix=f"remove {folder}, or choose another folder with --out" if has_files else "",
             ) from None
         if asked_to_stop and bar.done < bar.total:
             raise _store_unfinished(folder, call, command, answers, bar.total - bar.done, asked_to_stop)

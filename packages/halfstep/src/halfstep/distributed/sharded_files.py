@@ -78,7 +78,7 @@ def find_mesh(tensors: Iterable[object]) -> DeviceMesh | None:
         if not is_plain or tensor.device_mesh != mesh:
             raise CheckpointError(
                 f"a tensor is sharded as {tensor.placements} on {tensor.device_mesh}",
-                why="sharded checkpoints support one mesh, whose last dimension shards and whose others replicate",
+                why="sharded checkpoints support one mesh, sharded over its last dimension, replicated over the others",
                 fix="apply fully_shard to the whole model with one mesh (1D, or 2D for HSDP)",
             )
     return mesh
@@ -358,7 +358,7 @@ class StoredShards:
             problem = f"{type(error).__name__}: {error}"
         problems = world.gather(problem) if world is not None else [problem]
         if found := next(filter(None, problems), ""):
-            why = "a file is missing, edited or from another save, or the disk or a copy damaged it"
+            why = "a file is missing, was edited, belongs to another save, or was damaged by the disk or by copying"
             fix = "load an older save, or copy it again"
             raise mark_agreed(CheckpointError(f"checkpoint {folder.name} is damaged: {found}", why=why, fix=fix))
 
@@ -405,7 +405,7 @@ class StoredShards:
         if own == stored:
             return ""
         then, now = _describe_mesh(stored), _describe_mesh(own)
-        what = f"checkpoint {self.folder.name} was saved with {then}, and this is {now}"
+        what = f"checkpoint {self.folder.name} was saved with {then}, but this is {now}"
         if reshard:
             return f"{what}: it cannot continue bit-exactly"
         why = "a different mesh sums in a different order, so training would not continue exactly"

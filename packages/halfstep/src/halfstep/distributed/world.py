@@ -139,7 +139,7 @@ class World(Share):
             what = f"{self._name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone"
             why = "it was killed, or ran out of host memory"
         elif isinstance(error, dist.DistNetworkError):  # of the store; collectives raise others
-            what, why = "the rendezvous store of the ranks is gone", "torchrun, which keeps it, was killed"
+            what, why = "the rendezvous store of the ranks is gone", "torchrun, which hosts it, was killed"
         elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
             what = f"{self._name_ranks(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
             why = "it is running but does not reach the collective: stuck in user code, data loading or on its device"

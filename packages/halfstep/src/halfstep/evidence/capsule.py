@@ -65,7 +65,7 @@ class Capsule:
         commits = int(self.about["commits_after"])
         later = f"the weights are those of {format_count(commits, 'committed step')} later, so this step may differ"
         differences = [later] if commits else []
-        differences += [] if self.rng else ["the generators of that step are not known"]
+        differences += [] if self.rng else ["the state of the random generators at that step is unknown"]
         differences += [] if self.state else [f"weights of {self.about['weights']}"]
         return "; ".join(differences)
 
@@ -123,7 +123,7 @@ def read_capsule(path: Path) -> Capsule:
     if version != VERSION:
         raise CheckpointError(
             f"the capsule {path} has version {version}, but this version of halfstep reads {VERSION}",
-            fix=f"replay it with halfstep {about.get('versions', {}).get('halfstep', 'of that time')}",
+            fix=f"replay it with halfstep {about.get('versions', {}).get('halfstep', 'of the version that wrote it')}",
         )
     try:
         for name, expected in files.items():

@@ -31,5 +31,5 @@ def _make_missing_error(path: Path) -> CheckpointError:
         )  # fmt: skip
     if (path / CONFIG).is_file():
         why = "none of its steps was a fault, or guard.capsules was 0"
-        return CheckpointError(f"the run {path} has no capsules", why=why, fix="name a run in which steps were skipped")
-    return CheckpointError(f"there is no capsule {path}", fix="name a folder RUN/capsules/STEP")
+        return CheckpointError(f"the run {path} has no capsules", why=why, fix="give a run in which steps were skipped")
+    return CheckpointError(f"there is no capsule {path}", fix="give a folder RUN/capsules/STEP")

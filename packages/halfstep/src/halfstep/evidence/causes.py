@@ -206,7 +206,7 @@ def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: M
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
         return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows={place: name for place, name, _ in found})
-    return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_describe_trail(capsule)])
+    return Diagnosis(cause=SPIKE, shown=["from the learning rate: no loss stands out", *_describe_trail(capsule)])
 
 
 def _diagnose_chance(runs: Runs) -> Diagnosis | None:
@@ -214,7 +214,7 @@ def _diagnose_chance(runs: Runs) -> Diagnosis | None:
     memory."""
     if not runs.again.is_good:
         return None
-    shown = ["run twice, the step fails once and succeeds once: the capsule lacks what it depends on"]
+    shown = ["run twice, the step fails once and succeeds once: the capsule lacks something that it depends on"]
     return Diagnosis(cause=NOT_REPRODUCED, shown=shown, origin=runs.as_was.origin)
 
 
@@ -224,7 +224,7 @@ def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
         return None
     without_ours = runs.others.get("kernels off")
     whose = "our kernels" if without_ours is not None and without_ours.is_good else "the compiler's code"
-    return Diagnosis(cause=KERNEL, shown=[f"the eager step is good with equal dtypes: {whose} is at fault"])
+    return Diagnosis(cause=KERNEL, shown=[f"the eager step is good with the same dtypes: {whose} is at fault"])
 
 
 def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -280,7 +280,7 @@ def _diagnose_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
         return None
     casts = WithoutCasts(HALF)
     if runs.fp32.error and attempt(subject, "", subject.plan_for("fp32", {}), around=casts).is_good and casts.lines:
-        shown = [error, f"in an fp32 step as well: the code itself casts at {' and '.join(casts.lines)}"]
+        shown = [error, f"it also fails in an fp32 step: the code itself casts at {' and '.join(casts.lines)}"]
         return Diagnosis(cause=REFUSED, shown=shown, origin=origin)
     if runs.fp32.error:
         return Diagnosis(cause=CODE, shown=[f"as it was: {error}", f"in fp32: {runs.fp32.error}"], origin=origin)
@@ -303,7 +303,7 @@ def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
         if not attempt(subject, "weights of the start").is_good:  # then they are not what is at fault
             return None
     most = max(matrices, key=lambda name: math.sqrt(squares[name] / matrices[name].numel()) / start[name])
-    shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most"]
+    shown = [f"the weights have grown {now / before:.3g} times since training began, {most} the most"]
     shown += _describe_trail(capsule)
     losses = _list_losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
@@ -385,9 +385,7 @@ def _diagnose_numbers(runs: Runs) -> Diagnosis:
     cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
     if _is_undefined(origin):
-        shown.append(
-            MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN from finite numbers: it is undefined there"
-        )
+        shown.append(MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN from finite numbers: undefined there")
     if twin is not None and twin.output.is_finite:
         shown.append(f"in {DTYPE_FORMATS[twin.output.dtype]} it gives {twin.output}")
     if not runs.fp32.is_good:

@@ -61,7 +61,7 @@ class Magnitudes:
         return math.log2(fmt.largest / self.high) if self.high else math.inf
 
 
-LOST = "optimizer.name=adamw with precision.rounding=split would save it"
+LOST = "optimizer.name=adamw with precision.rounding=split would help"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list
         assert isinstance(trace, Histograms)
         if not run.is_good:
             raise PrecisionError(
-                f"a step already fails without {target}: {run}",
+                f"a step fails even without {target}: {run}",
                 why="a step that fails in fp32 shows nothing about another format",
                 fix="train it with --precision fp32: the run saves the step, and `halfstep replay` finds the cause",
             )
@@ -144,7 +144,7 @@ def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list
     rows = [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
     if in_target is not None and in_target.error:  # the step ends there, and nothing after it was judged
         where = in_target.origin.module if in_target.origin is not None else ROOT
-        remedy = f"{in_target.error}: hs.fp32_island() around it; later operations are not checked"
+        remedy = f"{in_target.error}; put hs.fp32_island() around it; later operations are not checked"
         kind, verdict = "operations", "refuses the format"
         refused = Judgement(module=where, kind=kind, verdict=verdict, headroom_bits=math.inf, lost=0.0, remedy=remedy)
         rows.append(refused)
@@ -168,7 +168,7 @@ def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sav
         Judgement(
             module=module, kind="updates", verdict="loses updates" if lost > MUCH * made else "fits",
             headroom_bits=math.inf, lost=lost / made if made else 0.0,
-            remedy=(f"{saved_by} saves it" if saved_by else LOST) if lost > MUCH * made else "",
+            remedy=(f"{saved_by} helps" if saved_by else LOST) if lost > MUCH * made else "",
             is_saved=bool(saved_by),
         )
         for module, (lost, made) in found.items()
@@ -207,7 +207,7 @@ def _judge(module: str, kind: str, found: Magnitudes, target: DryRunTarget, scal
     verdict = "overflows" if headroom < 0 else "flushes to zero" if lost > MUCH else "fits"
     if verdict != "fits" and target == "fp16":
         is_saved = kind == "gradients" and verdict != "overflows" and found.compute_flushed_share(fmt, scale) <= MUCH
-        remedy = f"loss scaling saves it (2^{math.log2(scale):.0f})" if is_saved else "loss scaling does not save it"
+        remedy = f"loss scaling helps (2^{math.log2(scale):.0f})" if is_saved else "loss scaling does not help"
     return Judgement(
         module=module, kind=kind, verdict=verdict, headroom_bits=headroom, lost=lost, remedy=remedy, is_saved=is_saved
     )  # fmt: skip

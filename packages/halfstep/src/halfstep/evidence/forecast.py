@@ -176,7 +176,7 @@ def describe_crossing(
         left = [max(round(at - step), 0) for at in (found.at, found.low, found.high)]
         about, low, high = (f"{round(steps, min(2 - len(str(steps)), 0)):,}" for steps in left)  # two digits: `1,900`
         when = f"in about {about} steps (90 % interval {low} to {high})"
-    more = f"; so do {num_more} more modules" if num_more > 1 else "; so does one more module" if num_more else ""
+    more = f"; {num_more} more modules follow" if num_more > 1 else "; one more module follows" if num_more else ""
     message = f"{name}, {kind}: {limit.threshold} {when}{more}. {limit.fix}"
     return WatchWarning(module, kind, limit.threshold, step, found.at, found.low, found.high, message)
 
@@ -225,13 +225,13 @@ FP8_RANGE = math.log2(FP8_E4M3.largest / FP8_E4M3.smallest_normal)
 
 
 FIX_HIGH = {
-    "activation": 'Run it in a wider range, modules={{"{module}": "bf16"}} (or "fp32"), or lower the learning rate',
-    "attention logits": 'Normalise queries and keys, lower the learning rate, or modules={{"{module}": "fp32"}}',
+    "activation": 'Use a wider format, modules={{"{module}": "bf16"}} (or "fp32"), or lower the learning rate',
+    "attention logits": 'Normalise queries and keys, lower the learning rate, or use modules={{"{module}": "fp32"}}',
     "weight": "Lower the learning rate, or raise the weight decay",
     "activation gradient": "Clip gradients (clip_norm=1.0), or lower the learning rate",
     "weight gradient": "Clip gradients (clip_norm=1.0), or lower the learning rate",
 }
-FIX_LOW = 'Its values vanish: check its initialisation and normalisation, or modules={{"{module}": "bf16"}}'
+FIX_LOW = 'Its values vanish: check its initialisation and normalisation, or use modules={{"{module}": "bf16"}}'
 FIX_INPUT = "Its inputs vanish when they are cast to fp16: scale or normalise them, or use bf16"
 FIX_ZERO = "Its units die: lower the learning rate, or use an activation with a negative side, such as GELU"
 FIX_FP8 = "An outlier uses up fp8's range: normalise it, or run the layers that read it in bf16 (modules=)"

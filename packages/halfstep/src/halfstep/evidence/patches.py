@@ -437,7 +437,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("clamp(min=1.0001) on the argument of acosh", _clamp(("acosh", "arccosh"), low=1.0001)),
     ("correction=0, since one number has no unbiased deviation,", _patch_keywords(("std", "var"), correction=0)),
     (
-        'reduction="sum" and a division by the targets that count, at least 1,',
+        'reduction="sum" and a division by the number of targets that count, at least 1,',
         _patch_keywords(("cross_entropy", "nll_loss"), reduction="sum"),
     ),
     ("sum() in place of mean() where nothing is selected", _patch_mean),

@@ -352,7 +352,7 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
         if (product.module, why) not in shown:
             shown.add((product.module, why))
             operation = f"{product.operation} ({product.direction})"
-            what = f"{operation} computed in {product.format}, the plan requires {planned}"
+            what = f"{operation} computed in {product.format}, but the plan requires {planned}"
             yield Finding(module=product.module, what=what, why=why, fix=fix)
 
 
@@ -386,7 +386,7 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     if planned in (*HALF, "fp8"):
         return (
             "autocast is off there",
-            f"remove autocast(enabled=False), or with hs.fp32_island(), or modules: {{{module}: {product.format}}}",
+            f"remove autocast(enabled=False), or use hs.fp32_island() or modules: {{{module}: {product.format}}}",
         )
     return (
         f"its operands are {product.format}: half weights, a cast, or autocast switched on inside",
@@ -402,8 +402,8 @@ def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iter
             if planned and weight.is_floating_point() and stored != planned:
                 yield Finding(
                     module=name,
-                    what=f"{own} is stored in {stored}, the plan requires {planned}",
-                    why="it was cast after the plan was made, or before: small updates round away in half",
+                    what=f"{own} is stored in {stored}, but the plan requires {planned}",
+                    why="it was cast, before or after the plan was made: small updates are rounded away in half",
                     fix=f"model.get_submodule({name.replace(ROOT, '')!r}).to({STORAGE_DTYPES[planned]}) "
                     "before the optimizer is created",
                 )

@@ -239,12 +239,12 @@ class Remedy:
         if not self.outcome.is_good:
             return f"tried: the step is good with it, but step {num} after it is not"
         if not self.lasts:
-            return f"tried: the step is good with it, but the loss rises in {num} more on its batches"
+            return f"tried: the step is good with it, but the loss rises in {num} more steps on its batches"
         if self.margin:
-            start = f"{num} steps on samples drawn from its batches, from random weights of their first size,"
+            start = f"{num} steps on samples drawn from its batches, from random weights of the initial size,"
             return f"tried: {start} stay finite and lower the loss, also at {self.margin} times the rate"
         falls = "the loss falls" if self.outcome.change_of_loss < 0 else "the loss hardly changes"
-        return "tried: the step is good with it" + (f", and so are {num} more on its batches; {falls}" if num else "")
+        return "tried: the step is good with it" + (f", as are {num} more steps on its batches; {falls}" if num else "")
 
 
 def find_remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
@@ -382,7 +382,7 @@ def _try_island(subject: Subject, line: str, dtype: torch.dtype, *, without_cast
         outcome = attempt(subject, "island", num_more=NUM_MORE)
     if dtype != torch.float32:
         return Remedy(change=f"fp64 (.double()) at {line}", outcome=outcome)
-    taken = ", .float() on what it takes" if at.has_widened else ""
+    taken = ", with .float() on its inputs" if at.has_widened else ""
     return Remedy(change=f"an fp32 island (hs.fp32_island()) around {line}{taken}", outcome=outcome)
 
 
@@ -440,7 +440,7 @@ def _try_patches(subject: Subject, origin: Operation) -> Iterator[Remedy]:
         name = origin.function.__name__
         outcome = attempt(subject, "derived", around=use_autograd_derivative(origin.function), num_more=NUM_MORE)
         if outcome.grad_norm > 0:  # else forward is not made of what autograd can derive
-            change = f"autograd's derivative of {name}.forward in place of {name}.backward (fix that, or leave it out)"
+            change = f"autograd's derivative of {name}.forward in place of {name}.backward (fix or remove backward)"
             yield Remedy(change=change, outcome=outcome)
 
 
@@ -513,7 +513,7 @@ def _try_two_of_each(subject: Subject) -> Iterator[Remedy]:
         return
     twice = [take_rows(b, [0, 0]) if size == 1 else b for b, size in zip(subject.window, sizes, strict=True)]
     outcome = attempt(subject, "two of each", window=twice, num_more=NUM_MORE)
-    change = "batches of at least 2 samples (drop_last=True in the loader), here the one sample twice"
+    change = "batches of at least 2 samples (drop_last=True in the loader), tried with the one sample twice"
     yield Remedy(change=change, outcome=outcome)
 
 

@@ -232,13 +232,13 @@ class CompiledParts:
         compiled = run(part.code)
         ends = read_rng_state(device)
         if any(not torch.equal(ends[name], state) for name, state in after.items()):
-            raise NotTraced("the compiled code draws other random numbers")
+            raise NotTraced("the compiled code draws different random numbers")
         exact: Results | None = None
         with contextlib.suppress(RuntimeError):  # code that says .to(torch.bfloat16) does not run in fp32
             exact = run(part.module.forward, is_exact=True)
         for own in (compiled, exact):
             if own is not None and own.shapes != plain.shapes:
-                raise NotTraced("the compiled code returns other tensors than torch's kernels")
+                raise NotTraced("the compiled code returns different tensors from torch's kernels")
         for k, one in enumerate(plain.outputs):
             judge("results", [one], [compiled.outputs[k]], [exact.outputs[k]] if exact else None, eps)
         if plain.gradients:

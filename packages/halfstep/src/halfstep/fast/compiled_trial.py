@@ -112,9 +112,9 @@ def compare_gradients(path: FastPath, level: Level, attempt: Attempt) -> bool:
     if not are_finite(gradients[0]):
         return False
     if not are_finite(gradients[1]):
-        raise NotTraced("the compiled code's gradients are not finite, those of torch's kernels are")
+        raise NotTraced("the compiled code's gradients are not finite, but those of torch's kernels are")
     if is_random:
-        level.certificate.gradients = "not compared, because Inductor draws other random numbers than torch"
+        level.certificate.gradients = "not compared, because Inductor and torch draw different random numbers"
         return True
     size = float(get_total_norm(gradients[0]))
     has_exact = [g.shape for g in gradients[2]] == [g.shape for g in gradients[0]] and are_finite(gradients[2])
@@ -147,7 +147,7 @@ def check_again(path: FastPath, graph: Graph, attempt: Attempt) -> None:
         return
     path.pardon(path.step.attempted)
     reason = "compiled code gives values that are not finite where torch's kernels do not"
-    warn_user(f"{reason}: it caused the last dropped steps, not your model, and is no longer used")
+    warn_user(f"{reason}: it, not your model, caused the last dropped steps, and is no longer used")
     raise NotTraced(reason)
 
 

@@ -216,7 +216,7 @@ class FastPath:
         self.parts = PartsTrial(self)
         self.fp8, self.fp8_is_strict = fp8, fp8 is not None and fp8.asked.strict
         if fp8 is not None and self.state in UNCOMPILED:
-            self._give_up_fp8(f"it pays in compiled steps only: {self.reason or 'fast=' + repr(asked)}")
+            self._give_up_fp8(f"fp8 pays off in compiled steps only: {self.reason or 'fast=' + repr(asked)}")
         elif fp8 is not None:
             say("steps run in bf16 until the compiled one is measured in fp8")
         self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
@@ -535,7 +535,7 @@ class FastPath:
             say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
             compiled_trial.try_compiled(self, graph, attempt)
         elif can_try and level is self.compiled and (budget_s := find_budget(self, attempt)):
-            say(f"tunes the compiled step for at most about {budget_s:.0f} s, which a long run gets back")
+            say(f"tunes the compiled step for at most about {budget_s:.0f} s, which pays off in a long run")
             if line := try_tuned(self, graph, attempt, budget_s):
                 say(line)
         elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
@@ -660,7 +660,7 @@ class FastPath:
         self.compare_s += min(self.last_s, MOST_STEPS * self.measure_step())
         reason = ""
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
-            reason = "the traced code draws other random numbers: a library may take another path while it is traced"
+            reason = "the traced code draws different random numbers: a library may take another path while traced"
         elif len(runs) > 1:
             try:
                 state.compare_gradients(eager[0], runs)

@@ -81,11 +81,11 @@ class Fp8Trial:
         measured = measure_gains_once(shapes.values(), self.hardware, find_cache_directory(), recipe)
         gains = {name: measured[shape] for name, shape in shapes.items()}
         if not gains:
-            raise NotTraced(f"loss_fn calls no linear layer with sides divisible by {MULTIPLE}")
+            raise NotTraced(f"loss_fn calls no linear layer with sizes divisible by {MULTIPLE}")
         plan = decide(self.asked, self.hardware, self.model, fp8_gains=gains)
         names = {row.module.replace(ROOT, "") for row in plan.rows if row.compute == "fp8"}
         self.layers = frozenset(names & gains.keys())  # a row may also stand for the layers inside
-        return plan if self.layers or not names else self.fall_back(plan, "no layer gains by it")
+        return plan if self.layers or not names else self.fall_back(plan, "no layer gets faster in fp8")
 
     def convert(self, module: GraphModule, last_inputs: Sequence[Any]) -> GraphModule:
         """Return a copy of Dynamo's graph whose chosen layers multiply in fp8."""

@@ -148,7 +148,7 @@ class PartsTrial:
         self._open_history(window).write(self.compiling_s, 1 - after_s / before_s)
         if after_s >= before_s:
             times = f"{after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
-            self._refuse(f"{times}, as {NUM_TIMED} compiled steps have shown, which rounded in another way")
+            self._refuse(f"{times}, as {NUM_TIMED} compiled steps have shown, which were rounded differently")
 
     def _refuse(self, reason: str) -> None:
         self.stage, self.parts = Stage.REFUSED, None
@@ -197,7 +197,7 @@ class PartsTrial:
             facts = self._drop_step(loss_fn, eager)
         elif parts.is_at_fault:
             self.path.pardon(step.attempted)
-            warn_user(f"{parts.failure}: it caused the last dropped steps, not your model, and is no longer used")
+            warn_user(f"{parts.failure}: it, not your model, caused the last dropped steps, and is no longer used")
         seconds = self._read_clock() - began
         if self.stage is Stage.USED:
             self.path.by_compiler.add(number)

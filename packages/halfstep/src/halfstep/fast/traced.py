@@ -278,7 +278,7 @@ class TracedLoss:
     ) -> None:
         """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
         if compiler.startswith("inductor") and entry.has_numbers:
-            raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
+            raise NotTraced("loss_fn computes with an integer that changes, and compiled code might not follow it")
         module = settle_outputs(module, entry, self.device)
         shared = find_shared(module)
         entry.codes[compiler] = self._compile_once(entry, share_casts(module, shared), examples, context, compiler)
@@ -494,7 +494,7 @@ def find_kept(module: GraphModule, entry: Entry, candidates: Sequence[int]) -> s
     entry.loss = next((k for k in candidates if outputs[k].name == name), entry.loss)
     below = find_above([outputs[entry.loss]])
     if entry.loss not in candidates or any(outputs[k] not in below for k in candidates):
-        return "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+        return "besides the loss, loss_fn keeps a tensor that has an autograd graph: detach it"
     for k in set(candidates) - {entry.loss}:
         entry.outputs[k] = replace(entry.outputs[k], is_kept=True)
     return ""
@@ -517,7 +517,7 @@ def find_inner_gradients(module: GraphModule) -> tuple[bool, str]:
     above = find_above([node for node in found if node.kwargs.get("create_graph")])
     # torch's compiler differentiates such a gradient without what the Function's backward depends on.
     if any("autograd_function" in str(node.target) for node in above):
-        return True, "a gradient that loss_fn takes with create_graph=True passes a torch.autograd.Function"
+        return True, "a gradient that loss_fn takes with create_graph=True passes through a torch.autograd.Function"
     return bool(found), ""
 
 

@@ -172,7 +172,7 @@ class _MeasuringSession:
         fp32_s: float | None = None
         for format_name in self._list_formats(op):
             if self.left_s <= 0:
-                spent = f"the {self.sizes.budget_s:.0f} s were used up"
+                spent = f"the {self.sizes.budget_s:.0f} s for measurements were used up"
                 self.notes.append(f"{OP_NAMES[op]} in {format_name} not measured: {spent}")
                 continue
             if format_name != "fp32" and fp32_s is None:

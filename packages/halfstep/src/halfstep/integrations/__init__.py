@@ -22,7 +22,7 @@ __all__ = list(_HOSTS)
 def __getattr__(name: str) -> Any:
     if name in _HOSTS:
         return importlib.import_module(f"halfstep.integrations.{name}")
-    raise AttributeError(f"halfstep.integrations has no {name!r}; hosts: {', '.join(_HOSTS)}")
+    raise AttributeError(f"halfstep.integrations has no {name!r}; it has {', '.join(_HOSTS)}")
 
 
 def __dir__() -> list[str]:

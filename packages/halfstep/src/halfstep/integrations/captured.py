@@ -78,7 +78,7 @@ class CapturedLoop(HostSteps):
 
     def _describe(self) -> str:
         followed = f"{type(self.scheduler.inner).__name__}: exact without a wait" if self._schedulers else ""
-        schedule = f"; schedule {followed or type(self.scheduler).__name__ + ': of the host'}" if self.scheduler else ""
+        schedule = f"; schedule {followed or type(self.scheduler).__name__ + ': by the host'}" if self.scheduler else ""
         return (
             f"runs the steps of {self.host} as an hs.Step ({self.step.plan.granted}): forward, backward, clipping, "
             f"optimizer; loss, gradients and buffers are checked{schedule}"

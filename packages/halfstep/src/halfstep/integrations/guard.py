@@ -288,7 +288,7 @@ class HostGuard(HostSteps):
         if asked == "exact" and not reads_rate:
             name = type(self.optimizer).__name__
             raise ConfigError(
-                f"schedule='exact' needs an optimizer that reads its learning rate on the device, not this {name}",
+                f"schedule='exact' needs an optimizer that reads its learning rate on the device; this {name} does not",
                 why="it takes the rate as a number, which the host knows only after a wait",
                 fix=f"{name}(..., fused=True), or schedule='read': one wait per step",
             )
@@ -383,7 +383,7 @@ class HostGuard(HostSteps):
     def follow(self, scheduler: Any) -> Any:
         """Return a replacement for the host's scheduler. One that follows a metric is returned as it is."""
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-            self.limits.append(f"{type(scheduler).__name__} is the host's")
+            self.limits.append(f"{type(scheduler).__name__} is left to the host")
             return scheduler
         is_cycled = cycles_momentum(scheduler)
         if self.schedule == "exact" and (self._schedulers or is_cycled):
@@ -498,7 +498,7 @@ def check_loop(host: Any, model: Any, optimizer: Any, is_prepared: Callable[[Any
         if not is_prepared(one):
             raise ConfigError(
                 f"this {type(one).__name__} was not prepared by this {type(host).__name__}",
-                why="the guard replaces methods of the prepared object, and your loop calls others",
+                why="the guard replaces methods of the prepared object, but your loop calls those of another",
                 fix=use,
             )
     return models
@@ -517,7 +517,7 @@ def refuse_second_guard(owner: object) -> None:
         raise ConfigError(
             f"this {type(owner).__name__} is already guarded, inside {getattr(owner, GUARDED).host}",
             why="two guards would check each step twice, or not know which of two optimizers a loss is for",
-            fix="call guard once; to guard again, first call .close() of the old one",
+            fix="call guard once; to guard again, first call close() on the old guard",
         )
 
 
@@ -634,7 +634,7 @@ class GuardedScheduler(FollowedScheduler):
             return
         if args or kwargs:
             raise ConfigError(
-                f"{type(self.inner).__name__}.step was given an argument, but its rates are a table on the device",
+                f"{type(self.inner).__name__}.step was given an argument, but its rates come from a device table",
                 why="a table cannot follow a step that is set from outside",
                 fix="schedule='read': one wait per step",
             )

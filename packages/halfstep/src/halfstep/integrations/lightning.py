@@ -148,7 +148,7 @@ class HalfstepPrecision:
         if self._granted not in NAMES or self._granted == "tf32" and self._is_guard:
             raise ConfigError(
                 f"precision {self._granted!r} is not supported inside Lightning at level 'guard'",
-                why="the guard leaves the computation to Lightning, which lacks it",
+                why="the guard leaves the computation to Lightning, which does not support it",
                 fix="'bf16', 'fp16' or 'fp32'; for tf32 torch.set_float32_matmul_precision('high') with 'fp32'",
             )
         for warning in plan.warnings if self._is_guard else ():  # a captured step gives them itself

@@ -37,7 +37,7 @@ ADVICE = HostAdvice(
     scale_floor='HalfstepUpdate(scaler={"min_scale": ...})',
     step="HalfstepUpdate",
 )
-LIMITS = ("lr schedulers in handlers, which follow iterations or epochs", "averages in handlers")
+LIMITS = ("lr schedulers in handlers, which follow iterations or epochs", "averages kept by handlers")
 
 
 class HalfstepUpdate:
@@ -162,7 +162,7 @@ class AccumulatedSteps(HostGuard):
                 f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) does not support "
                 f"hs.Step's {', '.join(others)}",
                 why="the trainer gives one batch at a time, and hs.Step needs all batches of a window at once",
-                fix=f"leave {', '.join(others)} out, or accumulation_steps=1",
+                fix=f"leave {', '.join(others)} out, or set accumulation_steps=1",
             )
         self.engine, self.clip_norm, self.on_gradients = engine, clip_norm, on_gradients
         device = torch.device(engine.state.device)

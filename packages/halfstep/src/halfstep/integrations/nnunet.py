@@ -85,7 +85,7 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
         if self.is_ddp:
             raise ConfigError(
                 f"{type(self).__name__} trains on one GPU, not on several",
-                why="this trainer has not been tested with nnU-Net's ranks, which run only on GPUs",
+                why="this trainer has not been tested on several GPUs",
                 fix="-num_gpus 1, or -tr nnUNetTrainer",
             )
         self._cases: dict[int, list[str]] = {}

@@ -172,7 +172,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if obstacle := find_obstacle(self.args.device, self.accelerator.num_processes):
             return obstacle
         if self.accelerator.scaler is not None or self.accelerator.mixed_precision in ("fp16", "fp8"):
-            return f"the Trainer scales the loss of {self.accelerator.mixed_precision} itself; bf16=True is captured"
+            return f"the Trainer scales the loss of {self.accelerator.mixed_precision} itself: use bf16=True"
         for name in ("training_step", "get_batch_samples"):
             owners = [kind for kind in type(self).__mro__ if name in vars(kind) and kind is not HalfstepMixin]
             if owners and owners[0] is not Trainer:

@@ -83,10 +83,10 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
         return model, optimizers
     found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
-        f"a step takes a model and its optimizer, or a list of them, not {found}",
+        f"a step takes a model and its optimizer, or a list of optimizers, not {found}",
         why="it steps the optimizer itself, after checking that the step is good",
         fix="hs.Step(model, torch.optim.AdamW(model.parameters())): several modules as torch.nn.ModuleList([a, b]), a "
-        "tensor as torch.nn.ParameterList([x]); of a trainer or a wrapper, the model and the optimizer inside it",
+        "tensor as torch.nn.ParameterList([x]); for a trainer or a wrapper, the model and the optimizer inside it",
     )
 
 
@@ -95,7 +95,7 @@ def find_device(model: nn.Module) -> torch.device:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
             f"weights of {type(model).__name__} are on the meta device, where nothing is stored",
-            fix="model.to_empty(device=...) and load or initialise its weights first",
+            fix="first call model.to_empty(device=...), and load or initialise its weights",
         )
     for weight in model.parameters():
         return weight.device
@@ -287,7 +287,7 @@ def check_sharded(model: nn.Module, plan: Plan, *, capsules: object, has_fp8: bo
     if has_fp8 or any(row.compute == "fp8" for row in plan.rows):
         raise PrecisionError(
             "precision 'fp8' does not support a sharded model",
-            why="fp8 pays in compiled steps only, and a sharded step is not captured",
+            why="fp8 pays off in compiled steps only, and a sharded step is not captured",
             fix="precision='bf16'",
         )
     modules: Sequence[Any] = sharding.modules
@@ -326,7 +326,7 @@ def refuse_no_function(loss_fn: object) -> None:
     if not callable(loss_fn):
         raise ConfigError(
             f"loss_fn is a {type(loss_fn).__name__}, not a function",
-            why="the step calls it with each batch of the window, in its precision",
+            why="the step calls loss_fn with each batch of the window, in the step's precision",
             fix="step(loss_fn, window), in this order: move the forward pass and the loss into loss_fn(batch) -> loss",
         )
 
@@ -352,7 +352,7 @@ def read_window(given: object, accumulate: int) -> list[Batch]:
     if len(kinds) > 1 and any(isinstance(batch, Tensor) for batch in window):
         _refuse("contains tensors of different dtypes or dimensions, like the entries of one batch")
     if isinstance(given, tuple) and len(window) > 1 and all(isinstance(batch, Tensor) for batch in window):
-        _refuse(f"is a tuple of {len(window)} tensors, as a batch is; batches that are tensors come in a list")
+        _refuse(f"is a tuple of {len(window)} tensors, like a batch; put batches that are tensors into a list")
     return window
 
 

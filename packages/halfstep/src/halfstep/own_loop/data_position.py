@@ -170,7 +170,7 @@ class DataPosition:
         if list(state["ranks"]) != self.ranks:
             rank, num_ranks = self.ranks
             warn_user(
-                f"this is rank {rank} of {num_ranks}, and the state is of rank {state['ranks'][0]} of "
+                f"this is rank {rank} of {num_ranks}, and the state is from rank {state['ranks'][0]} of "
                 f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load its own file"
             )
             self._generators = read_generators()

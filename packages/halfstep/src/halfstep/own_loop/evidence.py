@@ -120,7 +120,7 @@ def _read_modules(plan: Plan) -> dict[str, str]:
 
 # --- hs.ledger ---
 
-NOT_COMPILED = "the model is compiled: its steps ran uncompiled inside the ledger, which shows the formats in its code"
+NOT_COMPILED = "the model is compiled: its steps ran uncompiled inside the ledger, which shows the formats of that code"
 
 
 class SeenSteps:
@@ -161,7 +161,7 @@ def ledger(step: object) -> Iterator[SeenSteps]:
         raise ConfigError(
             "hs.ledger does not support a sharded model",
             why="it recognises casts of weights by their memory, and FSDP gathers weights into new memory",
-            fix="watch the same model without fully_shard, with fewer layers if it does not fit: its plan is the same",
+            fix="use the same model without fully_shard, with fewer layers if it does not fit: its plan is the same",
         )
     observer = Observer(guarded.model)
     with watch_step(guarded, observer.watch):

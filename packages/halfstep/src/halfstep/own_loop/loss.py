@@ -112,7 +112,7 @@ class LossChecker:
         if any(p.grad is not None for group in groups for p in group["params"]):
             raise ConfigError(
                 "loss_fn called backward() itself",
-                why="the step computes the gradient of the returned loss, and would count it twice",
+                why="the step computes the gradient of the returned loss itself, so the gradient would count twice",
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
         operation, numbers = find_last_operation(loss)
@@ -120,8 +120,8 @@ class LossChecker:
         if operation == "MulBackward0" and any(n >= 1024 and math.frexp(n)[0] == 0.5 for n in numbers):
             warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: return the plain loss")
         if operation == "DivBackward0" and self.step.accumulate > 1 and self.step.accumulate in numbers:
-            warn_user(f"the loss is divided by {self.step.accumulate}, as a loop that accumulates by hand does: the "
-                       "step already averages over its window. In that case, return the plain loss")  # fmt: skip
+            warn_user(f"the loss is divided by {self.step.accumulate}: if this is for accumulation, return the plain "
+                       "loss, because the step already averages over its window")  # fmt: skip
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
             what = f"loss_fn returned (loss, {float(weight):g}), which weights the batch in its window"
             warn_user(f"{what}: if it is an accuracy, return the loss alone")

@@ -71,7 +71,7 @@ def save(
             f"hs.save cannot store {error}",
             why="the file contains tensors and JSON, so that loading it never runs code",
             fix="store numbers, strings, tensors, and lists, tuples and dicts of them, even in the state_dict() of a "
-            "model or loader; convert a NumPy number with float(x), and store x.state_dict() of an object",
+            "model or loader; convert a NumPy number with float(x); for an object, store x.state_dict()",
         ) from error
 
 
@@ -116,7 +116,7 @@ def load(
     if resized := resize_buffers(model, state["model"]):
         warn_user(
             f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} contains: right for "
-            "buffers that grow or shrink in training, but not if the model has other settings"
+            "buffers that grow or shrink in training, but not if the model has different settings"
         )
     model.load_state_dict(state["model"])
     restore_buffers(model, state["buffers"])
@@ -201,7 +201,7 @@ def _list_given(given: object, kind: type[Given], what: str, several: str) -> li
         return found
     raise CheckpointError(
         f"hs.save and hs.load take {what}, not a {type(given).__name__}",
-        fix=f"hs.save(path, step, model), in this order; several {several} as a list",
+        fix=f"hs.save(path, step, model), in this order; pass several {several} as a list",
     )
 
 
@@ -215,7 +215,7 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             raise CheckpointError(
                 f"the given model has none of the {format_count(num_missing, 'parameter')} that the step trains",
                 why="the file would contain the state of the optimizers, and the weights of another model",
-                fix="hs.save(path, step, model) with the model that hs.Step has; several models as a list",
+                fix="hs.save(path, step, model) with the model that you gave hs.Step; several models as a list",
             )
         if num_missing:
             warn_user(
@@ -288,7 +288,7 @@ def _read(path: Path) -> dict[str, Any]:
     except MALFORMED as error:
         raise CheckpointError(
             f"{path} cannot be read: {summarise_error(error)}",
-            why="hs.save did not write it, or it was edited, or the disk or a copy damaged it",
+            why="hs.save did not write it, or it was edited, or damaged by the disk or by copying",
             fix="load an older file, or copy it again; torch.load reads what torch.save wrote, and "
             "safetensors.torch.load_file weights without the state of a loop",
         ) from error
@@ -306,18 +306,18 @@ def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, A
     own, buffers = model.state_dict(), dict(model.named_buffers(remove_duplicate=False))
     missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
     differing = [
-        f"{name} is {_describe(stored[name])}, here {_describe(value)}"
+        f"{name} is {_describe(stored[name])}, but here {_describe(value)}"
         for name, value in own.items()
         if name in stored
         and _describe(value) != _describe(stored[name])
         # The shape of a buffer may change while training, its number of dimensions and dtype do not.
         and not (name in buffers and (value.dtype, value.ndim) == (stored[name].dtype, stored[name].ndim))
     ]
-    lists = {"it lacks": missing, "it also has": unknown, "of another shape or dtype": differing}
+    lists = {"it lacks": missing, "it also has": unknown, "with a different shape or dtype:": differing}
     found = [f"{text} {', '.join(names[:NUM_SHOWN])}{_count_more(names)}" for text, names in lists.items() if names]
     if found:
         raise CheckpointError(
-            f"{path} was saved from another model than this {type(model).__name__}",
+            f"{path} was saved from a different model than this {type(model).__name__}",
             why="; ".join(found),
             fix="create the model with the same settings as when the file was stored; nothing was changed",
         )

@@ -329,7 +329,7 @@ class LoopSchedules:
         is_equal = all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(own, loaded, strict=False))
         if not is_equal if driven.scheduler is not None else count == 0 and driven.optimizer.state:
             raise ConfigError(
-                f"a state with the learning rate {loaded[0]:g} was loaded into {type(driven.optimizer).__name__}, and "
+                f"a state with the learning rate {loaded[0]:g} was loaded into {type(driven.optimizer).__name__}, but "
                 f"schedule= ({driven.kind}), which is at {count}, gives {own[0]:g}",
                 why="an optimizer's state lacks the position of its schedule, which would begin again",
                 fix="call scheduler.load_state_dict(...) as well, or step.load_state_dict for a schedule function; "
@@ -370,7 +370,7 @@ class LoopSchedules:
         if kinds != self.kinds:
             raise CheckpointError(
                 f"the state was saved with another schedule: {', '.join(kinds)}; this step has {', '.join(self.kinds)}",
-                why="a different schedule would use its counters",
+                why="this step's schedule would continue with the counters of the stored one",
                 fix="create the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )
@@ -416,7 +416,7 @@ def _assign_to_optimizers(given: object, optimizers: Sequence[Optimizer]) -> lis
         if len(given) != len(optimizers):
             raise ConfigError(
                 f"schedule= lists {len(given)} schedules for {len(optimizers)} optimizers",
-                fix="give one per optimizer, in the same order; None for an optimizer without schedule",
+                fix="give one per optimizer, in the same order; None for an optimizer without a schedule",
             )
         pairs = [(optimizer, one) for optimizer, one in zip(optimizers, given, strict=True) if one is not None]
         for optimizer, one in pairs:

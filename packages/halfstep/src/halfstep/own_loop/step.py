@@ -496,7 +496,7 @@ class Step:
             warn_user("state_dict() was called before the step of a window, which a resumed loop skips: save after it")
         if self._passes and self._schedules.has_any("epoch"):
             warn_user("state_dict() was called after a pass over the data and before step.epoch_ended(): a resumed "
-                      "loop begins the next epoch without it. Save after step.epoch_ended()")  # fmt: skip
+                      "loop begins the next epoch without that call. Save after step.epoch_ended()")  # fmt: skip
         return {
             **self._step.state_dict(),
             "guard": self._guard.state_dict(),

@@ -172,7 +172,7 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
     wrong = {leaf: value for leaf, value in read_effective_leaves().items() if value.replace("none", "ieee") != mode}
     if wrong:
         raise PrecisionError(
-            f"plan.forward() inside torch.compile with different backend flags set: {wrong}",
+            f"plan.forward() is used inside torch.compile with different backend flags: {wrong}",
             why="a compiled region uses the flags that are set where it is called",
             fix="enter plan.forward() or plan.backend() around the compiled call as well",
         )

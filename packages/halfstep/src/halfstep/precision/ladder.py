@@ -86,7 +86,7 @@ def explain_lack(precision: str, hardware: Hardware) -> str:
         return f"{precision} is not faster than fp32 on {hardware.name} ({_describe_speed(formats[0], hardware)})"
     if speed is None and precision == "fp16" and hardware.kind == "cpu":
         # Most CPUs that list fp16 run it in scalar code; without a measurement that is a trap.
-        return f"fp16 on a CPU counts only when measured, and it was not on {hardware.name}"
+        return f"fp16 on a CPU is used only if it was measured, which it was not on {hardware.name}"
     return ""
 
 
@@ -116,7 +116,7 @@ def _step_down(asked: str, hardware: Hardware, missing: str, *, strict: bool) ->
         raise make_strict_refusal(asked, granted, missing, fix=f"or auto, or simulate {asked} for its numerics")
     scaling = " with loss scaling" if granted == "fp16" else ""
     warning = f"{asked} requested, running {granted}{scaling}: {missing}"
-    return Grant(asked=asked, precision=granted, reason=f"{missing}; {granted} is the next rung down", warning=warning)
+    return Grant(asked=asked, precision=granted, reason=f"{missing}; {granted} is the next fallback", warning=warning)
 
 
 def make_strict_refusal(asked: str, granted: str, missing: str, *, fix: str = "") -> HardwareError:
@@ -124,7 +124,7 @@ def make_strict_refusal(asked: str, granted: str, missing: str, *, fix: str = ""
     return HardwareError(
         f"{asked} was requested, but {missing}",
         why=f"strict is on, so halfstep does not fall back to {granted}",
-        fix=", ".join(filter(None, (f"ask for {granted}, or leave strict off", fix))),
+        fix=", ".join(filter(None, (f"request {granted}, or leave strict off", fix))),
     )
 
 
@@ -132,7 +132,7 @@ def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
     if asked == "auto":
         reason = f"numerics of bf16, auto's choice on a current GPU, simulated on {hardware.name}"
         return Grant(asked=asked, precision="bf16", reason=reason, simulated=True)
-    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and says nothing about speed"
+    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and its speed means nothing"
     return Grant(asked=asked, precision=asked, reason=reason, simulated=True)
 
 

@@ -232,7 +232,7 @@ class Committer:
         if runs_other_code(self.optimizer):
             return (
                 f"{self.name}.step() runs a hook or was replaced on the instance: each step waits for the device, so "
-                "that a dropped one does not run that code; on_commit= waits for nothing"
+                "that a dropped one does not run that code; on_commit= does not wait"
             )
         if divides_by_zero(self.optimizer):
             return f"{self.name} has eps=0: 0 / 0 is NaN wherever a gradient stays 0. Fix: eps=1e-8"

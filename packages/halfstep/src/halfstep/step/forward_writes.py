@@ -211,7 +211,7 @@ class ForwardWrites:
             return ""
         return (
             f"halfstep: forward wrote {unsaved} for the first time, so there is no copy of it: it stays as written, "
-            "everything else is as before the step. Name it when you create the step, also=[model.part.weight], and "
+            "everything else is as before the step. List it when you create the step, also=[model.part.weight], and "
             "load your last checkpoint"
         )
 
@@ -240,9 +240,9 @@ class ForwardWrites:
         if self.unsaved and bool(bad):
             raise ModelError(
                 f"a bad step wrote {self._name_unsaved()} in its forward pass, for the first time in this run",
-                why="parameters are saved only after a first write was seen, so these cannot be restored; everything "
+                why="parameters are saved only after their first write, so these cannot be restored; everything "
                 "else is as it was before the step",
-                fix="load your last checkpoint, and name them when you create the step: "
+                fix="load your last checkpoint, and list them when you create the step: "
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
             )
 

@@ -44,7 +44,7 @@ def describe_shape(window: list[Batch]) -> Shape:
 def explain_not_copied(window: list[Batch], device: torch.device) -> str:
     """Name inputs that a replay would not read again: kernels keep the host values they were captured with."""
     elsewhere = sorted({name for batch in window for name, value in batch.items() if value.device != device})
-    return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
+    return f"{', '.join(map(repr, elsewhere))} in the batch not on {device}" if elsewhere else ""
 
 
 class GraphedStep:

@@ -210,7 +210,7 @@ class Guard:
 
     def _explain_floor(self, reading: Reading) -> str:
         if math.isfinite(reading.loss):
-            lower = f"let the scale fall further ({self.advice.scale_floor}), as a loss summed over pixels needs"
+            lower = f"let the scale fall further ({self.advice.scale_floor}), which a loss summed over pixels needs"
             lower = lower if self.advice.scale_floor else "use the mean over pixels or tokens as loss, not the sum"
             return f"the loss is finite, but its gradients are not: {lower}; or try"
         return "the model itself produces infinities: try"
@@ -222,7 +222,7 @@ class Guard:
         if self.num_faults < self.options.max_consecutive:
             return CONTINUE
         faults = format_count(self.num_faults, "bad step")
-        reason = f"{faults} in a row, the last one step {reading.attempted}: {reading.reason}"
+        reason = f"{faults} in a row, the last one in step {reading.attempted}: {reading.reason}"
         if self.options.on_fault == "rollback" and self.num_rollbacks < self.options.max_rollbacks:
             return Verdict(action=Action.ROLLBACK, reason=reason, first_fault_committed=self.first_fault_committed)
         tried = f" after {self.num_rollbacks} rollbacks" if self.num_rollbacks else ""

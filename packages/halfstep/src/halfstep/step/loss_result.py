@@ -42,7 +42,7 @@ def _check_weight(weight: Any) -> Weight:
         shown = f"a tensor of shape {tuple(weight.shape)}" + (" with a gradient" if weight.requires_grad else "")
     raise ConfigError(
         f"loss_fn returned (loss, {shown}), but the second value is the weight of the batch",
-        why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
+        why="a weight is the number of samples or tokens over which the loss is averaged; 0 drops the batch",
         fix="return the loss alone (the sum of several) and keep other results in a variable; "
         "give a fractional weight as torch.tensor(w)",
     )

@@ -185,7 +185,7 @@ class Ranks:
             raise ConfigError(
                 f"rank {self.world.rank} has an empty window",
                 why="every rank runs forward and backward in every step: the others wait for its gradients",
-                fix="give every rank the same number of batches; return (loss, 0) for one that must not count",
+                fix="give every rank the same number of batches; return (loss, 0) for a batch that must not count",
             )
 
     def refuse_unreduced(self, parameters: Sequence[Tensor], model: nn.Module) -> None:
@@ -204,7 +204,7 @@ class Ranks:
             named = ", ".join(known.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:4])
             raise ModelError(
                 f"{len(missing)} trained parameters did not contribute to the loss: {named}",
-                why="DDP waits for the gradients of all of them, and does not reduce the others in their buckets",
+                why="DDP waits for all gradients of a bucket before it reduces any of them",
                 fix="train.find_unused=true (with hs.Step: DDP(..., find_unused_parameters=True)), or freeze them",
             )
 
@@ -329,7 +329,7 @@ def _refuse_unwrapped(
         raise ConfigError(
             f"{len(outside)} trained parameters are not wrapped in DistributedDataParallel: {shown}",
             why="their gradients are not summed: each rank would train different values",
-            fix="make them part of the module that DDP wraps, or wrap the module that contains them as well",
+            fix="make them part of the module that DDP wraps, or also wrap the module that contains them",
         )
 
 
@@ -368,7 +368,7 @@ def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequenc
     if strangers:
         raise ConfigError(
             f"{strangers} of {len(trained)} trained parameters do not belong to the sharded model",
-            why="fully_shard replaces parameters: an optimizer created before trains the old ones, without effect",
+            why="fully_shard replaces parameters: an optimizer created earlier trains the old ones, without effect",
             fix="create the optimizer after the last fully_shard(); if a loss function has parameters: "
             "hs.Step(torch.nn.ModuleList([model, criterion]), optimizer)",
         )

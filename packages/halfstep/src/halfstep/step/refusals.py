@@ -53,7 +53,7 @@ def refuse_sharded(model: nn.Module) -> None:
     if is_sharded(model):
         raise ConfigError(
             f"{type(model).__name__} is sharded, and this step is for a single rank",
-            why="a rank that checks only its own shards would drop other steps than the other ranks",
+            why="a rank that checks only its own shards would drop different steps from the other ranks",
             fix="hs.Step(model, optimizer) finds the ranks of a sharded model",
         )
 
@@ -87,7 +87,7 @@ def refuse_unfit_loss(loss: Any) -> None:
         raise ConfigError(
             f"the loss is {kind} and has the shape {tuple(loss.shape)}",
             why="the gradient needs a single real number; a tuple must be (loss, weight)",
-            fix="return one number: loss.mean() or loss.sum(); of a complex one, loss.abs()",
+            fix="return one number: loss.mean() or loss.sum(); for a complex loss, loss.abs()",
         )
     if not loss.requires_grad:
         raise ConfigError(

@@ -365,7 +365,7 @@ class GuardedStep:
         if by_host:
             return f"{', '.join(by_host)} commits by the host's decision"
         cycled = ", ".join(c.name for c in self.committers if c.writes_momentum)
-        return f"the schedule cycles the momentum of {cycled}, set by the host after a wait" if cycled else ""
+        return f"the schedule cycles the momentum of {cycled}, which the host sets after a wait" if cycled else ""
 
     def why_not_captured(self) -> str:
         """Return what keeps this step from being captured as a CUDA graph; empty if nothing does."""

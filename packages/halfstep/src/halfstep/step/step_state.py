@@ -74,7 +74,7 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
         has, lacks = ("the checkpoint", "this step") if state["ema"] else ("this step", "the checkpoint")
         raise CheckpointError(
             f"{has} has an average of the weights, but {lacks} has none",
-            why="the average would be lost, or begin anew, silently",
+            why="the average would silently be lost, or begin anew",
             fix="create the step with the same ema_decay; drop the stored average with state | {'ema': {}}, or "
             "start one now with state | {'ema': step.ema.state_dict()}",
         )

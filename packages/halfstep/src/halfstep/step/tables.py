@@ -160,7 +160,7 @@ class Values(Tabulated):
         return ConfigError(
             f"one of the schedules {', '.join(self.names)} has no value for step {step}",
             why=f"{type(error).__name__}: {error}",
-            fix="make each a finite number for every training step, as in max(0, 1 - step / total)",
+            fix="let each return a finite number for every training step, as in max(0, 1 - step / total)",
         )
 
 
@@ -338,10 +338,10 @@ def check_rate(value: Any) -> float:
 
 def explain_no_rate(when: str, error: Exception, length: str) -> ConfigError:
     """Return the error for a schedule that ended or returned no usable number."""
-    why = f"{error}, which is no finite number from 0 up" if isinstance(error, Unusable) else summarise_error(error)
+    why = f"{error}, not a finite number of at least 0" if isinstance(error, Unusable) else summarise_error(error)
     return ConfigError(
         f"the schedule has no learning rate for {when}: {why}",
         why="it ended, divides by 0, or is a formula past its end",
-        fix=f"a function of one argument, the count, or a scheduler as long as the training, for example {length}; "
+        fix=f"use a function of one argument, the count, or a scheduler as long as the training, for example {length}; "
         "clamp a formula, as in max(0, 1 - step / total)",
     )

@@ -60,7 +60,7 @@ class VerdictHandler:
         """Describe what a stop leaves; a good step may have ruined it, if it was finite and far too large."""
         own = get_locals(p.detach() for p in self.model.parameters() if p.requires_grad)
         largest = max((float(p.abs().max()) for p in own if p.numel()), default=0.0)
-        text = f", finite and far too large (weights up to {largest:.1g}): go back to a checkpoint from before it"
+        text = f", finite and far too large (weights up to {largest:.1g}): go back to an earlier checkpoint"
         return "the weights are those of the last good step" + (text if largest > RUINED else "")
 
     def _roll_back(self, verdict: Verdict) -> bool:

@@ -472,7 +472,7 @@ def refuse_nothing_fits(
         f"{format_bytes(limit_bytes)} can be used, because CUDA and the allocator's gaps take the rest",
         why=f"the smallest setting is {least.cell.precision}, {least.cell.setting}{layout}: {parts}",
         fix="use a smaller model, smaller samples, a GPU with more memory (halfstep detect list), or "
-        f"{'several' if ranks is None else 'more'} ranks that divide the model (--ranks N)",
+        f"{'several' if ranks is None else 'more'} ranks that share the model (--ranks N)",
     )
 
 

@@ -70,7 +70,7 @@ def choose_vae_format(
     if requested != "auto" and not finite:
         raise ConfigError(
             f"precision.modules: {{vae: {requested}}} overflows",
-            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {requested}, not in fp32",
+            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {requested}, but not in fp32",
             fix="set precision.modules={vae: auto}, or bf16 or fp32 instead of auto",
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
@@ -249,7 +249,7 @@ def describe_resume(cache: LatentCache, stored: str) -> str:
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
             fix="restore the file, or delete it: it is rebuilt, and the run continues, but not bit-exactly",
         )
-    return "; rebuilt with other values: from here on, the run is not an exact continuation"
+    return "; rebuilt with different values: from here on, the run is not an exact continuation"
 
 
 def hash_weights(net: Any) -> str:

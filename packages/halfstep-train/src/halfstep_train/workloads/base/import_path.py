@@ -52,7 +52,7 @@ def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
     if found is None or not (callable(found) or hasattr(found, "builder")):
         functions = [key for key, value in vars(module).items() if callable(value)]
         near = f"; {suggest_nearest(name, functions)}" if functions else ""
-        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
+        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"define it, called as {form}{near}")
     return found
 
 
@@ -93,7 +93,7 @@ def refuse_unknown_code(paths: Iterable[str], signed: Mapping[str, str], named_b
             files = ", ".join(map(str, _find_source_files(path))) or "no file that can be found"
             raise UnknownCode(
                 f"{named_by} names the code {path}, which differs from the code that trained this run",
-                why=f"it may be someone else's, or have changed since; it would run {files}",
+                why=f"it may be someone else's, or may have changed since then; this command would run {files}",
                 fix="read that code; if you trust it, add --trust",
             )
 

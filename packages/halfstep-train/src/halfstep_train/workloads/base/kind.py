@@ -284,7 +284,7 @@ def check_samples(samples: object, whose: str) -> None:
         raise ConfigError(
             f"{whose}: {type(samples).__name__} has no __len__ or sample(index, *, key)",
             why="a sample may depend only on its index and key, so that results do not depend on workers and batches",
-            fix="give it `def sample(self, index, *, key): return {name: tensor}`; a Dataset returns self[index] there",
+            fix="give it `def sample(self, index, *, key): return {name: tensor}`; in a Dataset, return self[index]",
         )
 
 

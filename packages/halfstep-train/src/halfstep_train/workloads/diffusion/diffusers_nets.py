@@ -108,7 +108,7 @@ def find_net_folder(folder: str, part: str, setting: str) -> Path:
         if (path / "config.json").is_file():
             return path
     raise ModelError(
-        f"{setting}={folder}: neither it nor {part}/ in it is a local folder with a config.json",
+        f"{setting}={folder}: neither this local folder nor {part}/ in it has a config.json",
         why="halfstep downloads nothing",
         fix="give a folder that save_pretrained wrote, or model/ of a run",
     )

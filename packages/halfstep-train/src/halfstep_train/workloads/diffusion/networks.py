@@ -139,7 +139,7 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> N
         samples = "images" if parts.vae is None else "latents of the VAE"
         raise ConfigError(
             f"the U-Net of {config.model.weights} does not fit this run: {'; '.join(differences)}",
-            why=f"{samples} have {channels} channels; the only conditions are text, and a class "
+            why=f"{samples} have {channels} channels; a condition can only be text or a class "
             "(num_class_embeds: classes + 1)",
             fix="give it the VAE (model.vae), text encoder (model.text_encoder) or classes (model.conditioning=class) "
             "that it was trained with, or use another model.weights",

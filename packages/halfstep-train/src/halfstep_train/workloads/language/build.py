@@ -346,7 +346,7 @@ def check_length(train: Tokens, context: int) -> None:
         shorter = (len(train) - 1) // 8
         raise DataError(
             f"the training text has {len(train):,} tokens, but one sample needs {context:,} + 1",
-            why="a sample is a window of model.context tokens and the token after each",
+            why="a sample has model.context tokens, and each has the next token as its target",
             fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
         )
 

@@ -164,7 +164,7 @@ def _refuse_different_network(model: GPT2, description: Mapping[str, Any], path:
         if context < size.context:
             settings["model.context"] = context
         raise ModelError(
-            f"{path} has another size: "
+            f"{path} has a different size: "
             + ", ".join(f"{setting} {value}, here {mine}" for setting, mine, value in other),
             why="its config.json has these values",
             fix=" ".join(f"{setting}={str(value).lower()}" for setting, value in settings.items()),
@@ -173,7 +173,7 @@ def _refuse_different_network(model: GPT2, description: Mapping[str, Any], path:
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
                 f"{path} has {key}={description[key]!r}",
-                why=f"halfstep's GPT-2 uses {ours[0]}, so these weights would give other results",
+                why=f"halfstep's GPT-2 uses {ours[0]}, so these weights would give different results",
                 fix="use weights of the published GPT-2, or a custom workload",
             )
 

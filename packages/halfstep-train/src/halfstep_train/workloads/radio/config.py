@@ -133,9 +133,7 @@ class RadioDiffModelConfig(BuiltModelConfig):
         lists = {"windows": self.windows, "pyramid.depths": pyramid.depths, "pyramid.num_heads": pyramid.num_heads}
         for name, given in lists.items():
             if len(given) != levels:
-                raise ValueError(
-                    f"{name} has {len(given)} entries, multipliers has {levels}: there must be one per level"
-                )
+                raise ValueError(f"{name} has {len(given)} entries, but multipliers has {levels}: each level needs one")
         if self.width % 8:
             raise ValueError(f"width={self.width}: it must be a multiple of 8, for eight groups and heads")
         return self

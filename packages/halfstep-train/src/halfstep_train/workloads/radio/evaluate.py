@@ -194,7 +194,7 @@ class MapPredictor(FilePredictor):
             raise DataError(
                 f"{antenna} is not an antenna of a RadioMapSeer folder",
                 why="the buildings are expected next to it",
-                fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
+                fix="give RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
             )
         found = RadioTree(root=root, settings=self.config.data).get_sample(int(match[1]), int(match[2]))
         lacking = [path for path in found.list_paths() if path != found.gain and not path.is_file()]

@@ -225,7 +225,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
             raise ModelError(
                 f"no first stage in {path}",
                 why=f"a radiodiff_vae run writes model/{WEIGHTS} when it ends",
-                fix="finish that run (halfstep train --resume RUN), or name a file with weights",
+                fix="finish that run (halfstep train --resume RUN), or give a file with weights",
             )
         path, facts = folder / WEIGHTS, _read_facts(folder / FACTS)
     else:

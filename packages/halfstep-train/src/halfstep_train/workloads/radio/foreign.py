@@ -39,7 +39,7 @@ STAGE2_UNUSED = {
     "model.image_size": _SIZE,
     "model.input_keys": "the inputs are the map and its condition",
     "model.ignore_keys": "weights must fit the model",
-    "model.only_model": "checkpoints are ours",
+    "model.only_model": "halfstep has its own kind of checkpoint",
     "model.timesteps": "time is continuous in 0..1; the public loss does not use its table either",
     "model.train_sample": NOT_READ,
     "model.perceptual_weight": "the public stage 2 has no such loss: it sets it to 0",

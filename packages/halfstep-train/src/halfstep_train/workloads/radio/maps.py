@@ -114,7 +114,7 @@ class RadioTree:
                 return cls(root=root, settings=settings)
         raise DataError(
             f"{folder} is not a RadioMapSeer folder",
-            why="it needs gain/ and png/, as the data set unpacks",
+            why="it needs the folders gain/ and png/ of the data set",
             fix="--data-dir RadioMapSeer; other maps: png/buildings_complete/<map>.png, "
             "png/antennas/<map>_<transmitter>.png and gain/DPM/<map>_<transmitter>.png",
         )
@@ -360,7 +360,7 @@ def open_split(tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -
         why = f"none of its {format_count(len(here), 'map')} ({list_some(here)}) is one of {_name_split(settings)}"
         if numbers:
             why = f"files were left out: {list_some(error.what for error in bad_files.skipped)}"
-        fix = f"name maps yourself, when training: data.{'test' if role == 'test' else 'val'}_maps=[...]"
+        fix = f"choose the maps when you train: data.{'test' if role == 'test' else 'val'}_maps=[...]"
         raise DataError(f"no {ROLE_NAMES[role]} map in {tree.gain_dir}", why=why, fix=fix)
     return RadioMaps(found, size=(settings.image_size, settings.image_size))
 

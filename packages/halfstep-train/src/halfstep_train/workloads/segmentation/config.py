@@ -40,7 +40,7 @@ class UNetDataConfig(DataConfig):
     scale: Literal["auto"] | Positive = setting(
         "auto",
         "What float and 32-bit images are divided by, so that white is 1; auto: 1, 255 or the largest "
-        "value, by what is typical of the files, outliers aside",
+        "value that is not an outlier, whichever fits the files",
     )
     val_list: FilePath = setting(None, "Text file with the validation images, one name per line; replaces val_fraction")
     train_list: FilePath = setting(None, "Text file with the training images; default: all others")

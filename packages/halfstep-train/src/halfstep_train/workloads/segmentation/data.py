@@ -84,7 +84,7 @@ class MaskTable:
             raise DataError(
                 f"{path} has the unknown mask value {list_some(unknown)}",
                 why=f"the classes are {list_some(self.values, 8)}",
-                fix="correct the mask, or name the value to ignore",
+                fix="correct the mask, or set the value to ignore",
             )
         return np.where(found == len(self.values), IGNORED, found).astype(np.uint8)
 
@@ -247,7 +247,7 @@ def find_pairs(data: UNetDataConfig, bad_files: BadFiles) -> FoundPairs:
 def _note_unused_list(folder: Path) -> str:
     """Return a note about a validation list that the layout does not use."""
     path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
-    return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
+    return f"; {path.name} is not used: data.val_list={path} would split by it" if path else ""
 
 
 def _match_pairs(root: Path, names: PairNames, bad_files: BadFiles, *, some_without_masks: bool) -> tuple[Pair, ...]:
@@ -356,7 +356,7 @@ def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
         if len(paths) > 1:
             raise DataError(
                 f"{paths[0]} and {paths[1].name} have the same id {name}",
-                why="halfstep does not know which one to use",
+                why="halfstep cannot tell which one to use",
                 fix=f"choose an extension: {key}={names.text}{paths[0].suffix} (or {paths[1].suffix})",
             )
     return {name: paths[0] for name, paths in found.items()}

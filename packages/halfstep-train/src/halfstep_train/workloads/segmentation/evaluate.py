@@ -93,7 +93,7 @@ def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, li
             fix=f"save the masks with the values of the run: {ours}",
         )
     mapped = SegmentationData(samples.pairs, table=found, image=samples.image)
-    return mapped, [f"these masks have {theirs}, those of the run {ours}: treated as the same classes, in this order"]
+    return mapped, [f"these masks have {theirs}, but the run has {ours}: treated as the same classes, in this order"]
 
 
 class SegmentationEvaluation(PlainEvaluation):

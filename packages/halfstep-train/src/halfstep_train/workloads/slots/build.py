@@ -147,7 +147,7 @@ def _describe_surprises(config: SlotContrastConfig, clips: ClipData) -> list[str
         notes.append(
             f"slots are contrasted with {t.batch_size * m.slots - 1:,} others of their micro-batch of "
             f"{format_count(t.batch_size, 'clip')}, as upstream does per GPU: accumulation (or train.auto_batch) "
-            "changes that number, a larger batch raises it"
+            "changes that number, and a larger batch raises it"
         )
     if len(clips.val) and not clips.store["has_masks"]:
         notes.append("not all validation videos have masks: there is no FG-ARI, and the loss selects checkpoints")

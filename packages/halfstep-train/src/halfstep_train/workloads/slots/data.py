@@ -168,7 +168,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
     videos = [video for video in found.train if video.num_frames >= config.chunk_size]
     for video in found.train:
         if video.num_frames < config.chunk_size:
-            what = f"{video.name} has {format_count(video.num_frames, 'frame')}, a chunk {config.chunk_size}"
+            what = f"{video.name} has {format_count(video.num_frames, 'frame')}, but a chunk has {config.chunk_size}"
             fix = f"data.chunk_size={video.num_frames}, or leave short videos out: data.on_bad_file=skip"
             bad_files.report(DataError(what, fix=fix))
     bad_files.refuse_empty_split("training", len(found.train), len(videos))

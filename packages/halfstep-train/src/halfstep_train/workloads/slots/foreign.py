@@ -28,13 +28,13 @@ UNUSED = {
     key: why
     for why, keys in {
         "a run's folder is named by --out": "experiment_group experiment_name",
-        "steps count, upstream as here": "trainer.max_epochs trainer.check_val_every_n_epoch",
+        "the length is counted in steps, here and upstream": "trainer.max_epochs trainer.check_val_every_n_epoch",
         PROCESSES: "trainer.devices trainer.strategy trainer.find_unused_parameters trainer.num_nodes",
         "metrics are computed in validation": "train_metrics",
         "the same workers read both splits (data.num_workers)": "dataset.num_val_workers",
         "an epoch is every video once": "dataset.samples_per_epoch",
         "validation reads every clip of its shards once": "dataset.val_size",
-        "halfstep evaluate --data DIR evaluates others": "dataset.test_shards dataset.test_size dataset.test_pipeline",
+        "halfstep evaluate --data DIR uses other data": "dataset.test_shards dataset.test_size dataset.test_pipeline",
         "shards are read by offset, without a cache": "dataset.cache_train dataset.cache_val dataset.cache_dir",
         "lengths are read from the files": "dataset.train_pipeline.video_size dataset.val_pipeline.video_size",
         "the whole set is shuffled": "dataset.train_pipeline.shuffle_size",
@@ -239,7 +239,7 @@ def _find_block(read: ForeignReader) -> int:
     found = re.fullmatch(r"vit_block(\d+)", main)
     if found is None or main not in named:
         why = f"backbone.features lists {', '.join(named)}"
-        fix = "name one of them that is a block: model.encoder.main_features_key=vit_block12"
+        fix = "choose one of them that is a block: model.encoder.main_features_key=vit_block12"
         raise ConfigError(f"features {main} are not available", why=why, fix=fix)
     if others := [name for name in named if name != main]:
         read.unused["model.encoder.backbone.features"] = f"{', '.join(others)} are computed upstream and never read"
@@ -308,7 +308,7 @@ def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
     if kind == "MSELoss" and (dim := read("model.encoder.output_transform.inp_dim")):
         required["pred_dims"] = ([0, dim],)
     for key, allowed in required.items():
-        read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with other values would train a different model")
+        read.must_be(f"{at}.{key}", *allowed, why=f"{kind} with different values would train a different model")
     for key in ("name", "video_inputs", "patch_inputs", "keep_input_dim"):
         read(f"{at}.{key}")  # they follow from other keys
 

@@ -154,7 +154,7 @@ def _open_sample(path: Path, name: str, parts: Mapping[str, tarfile.TarInfo]) ->
         len(masks.shape) not in (3, 4) or masks.shape[:3] != frames.shape[:3] or masks.dtype.kind not in "uib"
     ):
         raise DataError(
-            f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames.shape}",
+            f"{where}: masks are {masks.dtype} {masks.shape}, but its frames are {frames.shape}",
             why="masks hold one object number per pixel of each frame",
             fix=f"save integers of shape {(*frames.shape[:3], 1)}, or data.on_bad_file=skip",
         )
