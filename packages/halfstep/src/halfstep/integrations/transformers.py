@@ -30,6 +30,7 @@ from halfstep.fast.fast_path import Fast, FastMode, say
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
 from halfstep.integrations.captured import CapturedLoop, find_obstacle
 from halfstep.integrations.guard import HostAdvice, take_host_options
+from halfstep.own_loop.arguments import check_choice
 from halfstep.own_loop.evidence import replay as replay_capsule
 
 with explain_missing(__name__, {"transformers": "transformers"}, "pip install 'transformers>=5.22'"):
@@ -78,8 +79,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         fast: FastMode = "auto",
         **kwargs: Any,
     ) -> None:
-        if halfstep not in ("guard", "captured"):
-            raise ConfigError(f"unknown halfstep={halfstep!r}", fix='halfstep="guard" or halfstep="captured"')
+        check_choice("halfstep", halfstep, ("guard", "captured"))
         self._hs_level, self._hs_fast = halfstep, fast
         self._hs_options: Any = take_host_options(kwargs)
         self._hs_steps: AccelerateGuard | CapturedLoop | None = None
