@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import warnings
 from collections import namedtuple
@@ -148,13 +147,6 @@ def test_a_forgotten_optimizer_window_or_loss_function_is_explained() -> None:
     with pytest.raises(ConfigError, match="the window is missing") as error:
         step(loss_of(model))
     assert "step(loss_fn, [batch])" in error.value.fix
-
-
-def test_a_step_called_the_wrong_way_round_says_the_order() -> None:
-    model, step = made()
-    with pytest.raises(ConfigError, match="loss_fn") as error:
-        step([X], loss_of(model))  # type: ignore[arg-type]
-    assert "step(loss_fn, window)" in error.value.fix + error.value.why
 
 
 @pytest.mark.parametrize("weight", [8, 8.0, np.int64(8), torch.tensor(8), torch.tensor([8.0])])
@@ -384,13 +376,6 @@ def test_an_argument_of_a_group_is_refused_with_its_group(group: type) -> None:
 def test_modules_are_a_mapping() -> None:
     with pytest.raises(ConfigError, match="modules= is a list"):
         hs.Precision("fp32", modules=["head"])  # type: ignore[arg-type]
-
-
-def test_every_keyword_is_in_the_signature_that_editors_show() -> None:
-    *shown, last = inspect.signature(hs.Step).parameters.values()
-    assert {"model", "optimizer", "precision", "clip_norm", "capsules"} <= {one.name for one in shown}
-    assert last.kind is last.VAR_KEYWORD
-    assert last.annotation == "Never", "type checkers refuse any other keyword"
 
 
 @pytest.mark.filterwarnings("ignore:bf16 requested")

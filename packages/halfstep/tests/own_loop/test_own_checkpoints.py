@@ -246,27 +246,6 @@ def test_dropped_steps_do_not_move_the_scheduler() -> None:
     assert script.scheduler.get_last_lr() == pytest.approx([0.01])
 
 
-def test_steps_never_wait_because_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count of committed steps is read only when a state is asked for."""
-    script = Script("one cycle", "sgd, fused").guard()
-    schedules, num_waits = script.step._schedules, 0
-    read_count = schedules.go_back
-
-    def count() -> None:
-        nonlocal num_waits
-        num_waits += 1
-        read_count()
-
-    monkeypatch.setattr(schedules, "go_back", count)
-    for number in range(4):
-        script.train(number, number + 1)
-        assert script.scheduler.last_epoch >= 0
-        assert len(script.scheduler._last_lr) == 1
-    assert num_waits == 0
-    script.scheduler.get_last_lr()
-    assert num_waits == 1
-
-
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_copy_of_the_scheduler_is_of_its_own_class_and_follows_nothing(scheduler: str) -> None:
     script = Script(scheduler)

@@ -21,7 +21,6 @@ from halfstep.precision.plan import PlanRow
 from halfstep.step import user_warnings
 from halfstep.step.ema import Ema
 from halfstep.step.flat import Snapshot, became_non_finite
-from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import GuardedStep
 from halfstep.step.user_warnings import NEWEST_TESTED, report_untested_torch
@@ -163,27 +162,6 @@ def test_steps_that_say_nothing_about_the_scale_leave_it_alone() -> None:
         assert step(lambda b: (loss_fn(b), 0), [batch(0)]).read().is_empty
     assert step.scaler.growth_tracker.item() == 0
     assert step.scaler.value.item() == 65536
-
-
-def test_two_steps_may_share_a_scaler() -> None:
-    """Alternating phases, as a VAE and its discriminator: an overflow in one lowers the scale of both."""
-    model, judge = make_model(), make_model()
-    scaler = Scaler(torch.device("cpu"), enabled=True)
-    steps = [
-        GuardedStep(net, torch.optim.AdamW(net.parameters(), fused=True), plan("fp16"), scaler=scaler)
-        for net in (model, judge)
-    ]
-    steps[0](loss_of(model), [poisoned()])
-    reading = steps[1](loss_of(judge), [batch(0)]).read()
-    assert reading.scale == 32768
-    assert not reading.is_bad
-
-
-def test_losses_that_cannot_be_judged_are_refused() -> None:
-    step = make_step()
-    with pytest.raises(ConfigError, match="shape"):
-        step(lambda b: torch.stack([loss_of(step.model)(b)] * 2), [batch(0)])
-    assert not step(lambda b: loss_of(step.model)(b).reshape(1), [batch(0)]).read().is_bad
 
 
 def test_gradients_of_weights_that_no_optimizer_holds_do_not_pile_up() -> None:
