@@ -167,15 +167,6 @@ def test_the_application_imports_no_private_name_of_the_library() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_tables_have_no_cycle() -> None:
-    for table in (ROOMS, TRAIN_ROOMS):
-        done: set[str] = set()
-        while len(done) < len(table):
-            free = {room for room, needs in table.items() if room not in done and needs <= done}
-            assert free, f"rooms that import each other: {sorted(set(table) - done)}"
-            done |= free
-
-
 def test_no_two_files_need_each_other_to_run() -> None:
     """In-function imports count; those for types alone do not: data may have a method that calls what works on it."""
     needs = {full_name(path): needed_to_run(tree_of(path)) for path in source_files()}

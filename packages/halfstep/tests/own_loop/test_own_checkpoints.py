@@ -210,15 +210,6 @@ def test_a_state_that_hs_saves_is_loaded_into_an_optimizer_in_another_form() -> 
     assert torch.equal(resumed.model.weight, saved.train(SAVED_AT, NUM_STEPS).model.weight)
 
 
-def test_without_a_schedule_an_optimizers_state_may_be_loaded_at_any_time() -> None:
-    stored = Script("step", "sgd").train(0, SAVED_AT).save()
-    script = Script("step", "sgd, fused")
-    script.step = hs.Step(script.model, script.optimizer, "fp32")
-    script.load(stored).train(SAVED_AT, NUM_STEPS)
-    assert not script.step(script.compute_loss, [torch.full((4, 3), float("nan"))]).committed
-    assert torch.isfinite(script.model.weight).all()
-
-
 # --- the scheduler object ---
 
 

@@ -24,7 +24,7 @@ from halfstep.step.flat import Snapshot, became_non_finite
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import GuardedStep
 from halfstep.step.user_warnings import NEWEST_TESTED, report_untested_torch
-from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
+from tiny_training import Queue, assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
 
 class Homemade(torch.optim.Optimizer):
@@ -365,19 +365,6 @@ def test_buffers_in_odd_memory_are_put_back(kinds: list[str]) -> None:
 
 
 # --- averages of buffers that change ---
-
-
-class Queue(nn.Module):
-    """Keeps the batches it has seen; in evaluation the last row only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
-        self.register_buffer("seen", torch.zeros(0, 4))
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.detach()]) if self.training else x[-1]
-        return self.norm(self.inner(x)).square().mean()
 
 
 def test_the_average_of_a_buffer_that_grows_is_its_value() -> None:
