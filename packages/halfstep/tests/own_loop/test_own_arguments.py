@@ -236,7 +236,7 @@ def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
     "precision None": ({"precision": None}, PrecisionError, "unknown precision None"),
-    "precision float64": ({"precision": torch.float64}, PrecisionError, "float64"),
+    "precision float64": ({"precision": torch.float64}, ConfigError, "float64"),
     "precision typo": ({"precision": "bf61"}, ConfigError, "bf16"),
     "accumulate 0": ({"accumulate": 0}, ConfigError, "accumulate=0"),
     "accumulate 1.5": ({"accumulate": 1.5}, ConfigError, "accumulate=1.5"),
