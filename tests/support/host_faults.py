@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -103,6 +104,13 @@ def find_dropped(script: Any, rank: int) -> list[bool]:
         script.train(1)
         assert not same_bits(before[:3], script.state[:3])
     return found
+
+
+def reset_accelerate() -> None:
+    """Forget the state of Accelerate, if it was imported."""
+    if state := sys.modules.get("accelerate.state"):
+        for kind in (state.AcceleratorState, state.PartialState, state.GradientState):
+            kind._reset_state()
 
 
 def seeded(make: Callable[[], Any]) -> Any:

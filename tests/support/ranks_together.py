@@ -30,6 +30,13 @@ def free_port() -> int:
             return port
 
 
+def be_rank(rank: int, size: int, port: int) -> None:
+    """Set the variables that torchrun gives to a process."""
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": 1}
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": size, **local}
+    os.environ.update({name: str(value) for name, value in given.items()})
+
+
 def together(
     size: int, scenario: Callable[..., Any], folder: Path, *arguments: Any, stuck: Sequence[int] = ()
 ) -> list[Any]:

@@ -35,17 +35,22 @@ class Plain(Dataset[Tensor]):
     def __len__(self) -> int:
         return NUM_SAMPLES
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, list):  # as batch_size=None with a sampler of lists asks for
+            return torch.stack([self[one] for one in index])
         self.loaded.append(index)
+        return self.make(index)
+
+    def make(self, index: int) -> Tensor:
         return torch.full((4,), float(index)) / NUM_SAMPLES
 
 
 class Drawing(Plain):
     """Samples with noise of the three global generators."""
 
-    def __getitem__(self, index: int) -> Tensor:
+    def make(self, index: int) -> Tensor:
         noise = [torch.rand(()).item(), random.random(), float(np.random.rand())]
-        return super().__getitem__(index) + torch.tensor([0.0, *noise])
+        return super().make(index) + torch.tensor([0.0, *noise])
 
 
 MakeLoader = Callable[[], Any]

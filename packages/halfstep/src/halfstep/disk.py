@@ -1,4 +1,4 @@
-"""Files: atomic writes, sealed JSON, leftovers of killed processes, folder locks, free space.
+"""Files: atomic writes, sealed JSON, leftovers of killed processes, folder locks.
 
 The environment is read in `cli`; the two variables that runs started from Python need are read here.
 """
@@ -242,13 +242,7 @@ def make_absolute(path: str | Path) -> Path:
     return Path(normalise_path(str(Path(path).expanduser().absolute())))
 
 
-# --- free space, locks ---
-
-
-def get_free_bytes(path: Path) -> int:
-    """Return the free space of the disk on which `path` is or will be."""
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(folder).free
+# --- locks ---
 
 
 @contextmanager

@@ -107,26 +107,6 @@ def recurrent_training(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=loss_fn, batch=batches(4, 40, 8), options=options, num_steps=20, more=more)
 
 
-def recurrent_loop(is_fixed: bool) -> Training:
-    """The same in Python, without a nonlinearity."""
-
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.enter, self.recur = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-            (nn.init.orthogonal_ if is_fixed else lambda w: nn.init.normal_(w, 0, 20.0))(self.recur.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            state = torch.zeros(len(x), 8)
-            for now in x.unbind(1):
-                state = self.enter(now) + self.recur(state)
-            return state
-
-    model = Loop()
-    return Training(model=model, loss_fn=squares(model), batch=batches(4, 20, 8))
-
-
 def deep(is_fixed: bool) -> Training:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.ReLU())))
@@ -274,16 +254,6 @@ def sure_probability(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=lambda b: -model(b["x"]).mean(), batch=batches(4, 8), options={"lr": 1e-5})
 
 
-def weight_of_zero(is_fixed: bool) -> Training:
-    model = Shaped(lambda x: x)
-
-    def loss_fn(batch: Batch) -> Tensor:
-        weight = torch.arange(4.0)[:, None]
-        return (model(batch["x"]) / (weight.clamp(min=1e-4) if is_fixed else weight)).square().mean()
-
-    return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8), options={"lr": 1e-9})
-
-
 def unit_and_scale(is_fixed: bool) -> Training:
     """A deviation that is 0, divided by and under a logarithm: two changes at one line."""
     model = Shaped(lambda x: x, out=16)
@@ -418,7 +388,6 @@ CASES = [
     (rate_of_a_small_step, causes.UNDERFLOW, "rewrite as torch.log1p(z) at "),
     (recurrent, causes.OVERFLOW, "initialise rnn.weight_hh_l0 with a spectral norm of 1 (nn.init.orthogonal_)"),
     (recurrent_training, causes.OVERFLOW, "clipped to a norm of 1"),
-    (recurrent_loop, causes.OVERFLOW, "initialise recur.weight with a spectral norm of 1 (nn.init.orthogonal_)"),
     (deep, causes.OVERFLOW, "spectral norm of 1 (nn.init.orthogonal_)"),
     (products, causes.OVERFLOW, "clamp(-1, 1)"),
     (one_sample, causes.CODE, "at least 2 samples (drop_last=True"),
@@ -431,7 +400,6 @@ CASES = [
     (absent_class, causes.UNDERFLOW, "a count of at least 1"),
     (nothing_selected, causes.UNDERFLOW, "sum() in place of mean()"),
     (sure_probability, causes.UNDERFLOW, "rewrite as F.logsigmoid(z) at "),
-    (weight_of_zero, "underflow, or an undefined result such as x/0", "a denominator of at least 1e-4"),
     (unit_and_scale, causes.UNDERFLOW, "denominator"),
     (constant_rows, causes.UNDERFLOW, "eps=1e-5"),
     (dead_unit, causes.UPDATE, "eps=1e-8 in Adam"),

@@ -63,11 +63,6 @@ def every_target_ignored() -> Planted:
     return model, loss, {"x": numbers(4, 8), "y": torch.full((4,), -1)}
 
 
-def id_past_the_vocabulary() -> Planted:
-    model = nn.Embedding(16, 8)
-    return model, lambda b: model(b["x"]).square().mean(), {"x": torch.tensor([1, 2, 16, 3]), "index": torch.arange(4)}
-
-
 def constant_picture() -> Planted:
     """Scaled by its own range, which one picture does not have."""
     model, x = Shaped(lambda x: x), numbers(4, 8)
@@ -86,18 +81,6 @@ def unwritten_class_weights() -> Planted:
     model.register_buffer("class_weight", torch.tensor([3e38, 1.2e37]))
     loss = lambda b: F.cross_entropy(model(b["x"]).float(), b["y"], weight=model.class_weight)  # noqa: E731
     return model, loss, {"x": numbers(4, 8), "y": torch.arange(4) % 2}
-
-
-def distance_of_equal_pairs() -> Planted:
-    """The root's slope at 0."""
-    model, x = Shaped(lambda x: x), numbers(4, 2, 8)
-    x[2, 1] = x[2, 0]
-
-    def loss(batch: Batch) -> Tensor:
-        left, right = model(batch["x"]).unbind(1)
-        return F.relu(1 - (left - right).pow(2).sum(1).sqrt()).mean()
-
-    return model, loss, {"x": x, "index": torch.arange(4)}
 
 
 def deviation_used_twice() -> Planted:
@@ -132,17 +115,6 @@ halved.register_autograd(lambda ctx, gradient: tail(gradient), setup_context=lam
 def kernel_of_backward() -> Planted:
     model = Shaped(lambda x: halved(x))
     return model, lambda b: model(b["x"]).float().square().mean(), {"x": numbers(5, 8)}
-
-
-def penalty_in_half() -> Planted:
-    model = Shaped(lambda x: x)
-    nn.init.constant_(model.layer.weight, 40.0)
-
-    def loss(batch: Batch) -> Tensor:
-        weight = model.layer.weight.half().flatten()
-        return model(batch["x"]).float().square().mean() + 1e-4 * weight.dot(weight).float()
-
-    return model, loss, {"x": numbers(4, 8)}
 
 
 def angle_of_zero() -> Planted:
@@ -255,13 +227,10 @@ FIELD = [
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
     (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "rewrite as F.log_softmax(z, dim) at ", ""),
     (every_target_ignored, "bf16", causes.UNDERFLOW, "the number of targets that count", ""),
-    (id_past_the_vocabulary, "fp32", causes.BAD_INPUT, "sample 2", "2"),
     (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
     (unwritten_class_weights, "fp32", causes.BAD_STATE, "class_weight", ""),
-    (distance_of_equal_pairs, "fp32", causes.UNDERFLOW, "under the root", "2"),
     (deviation_used_twice, "fp32", causes.OVERFLOW, " and ", "3"),
     (kernel_of_backward, "bf16", causes.KERNEL, "fix tail", ""),
-    (penalty_in_half, "fp16", causes.OVERFLOW, "no cast to half", ""),
     (angle_of_zero, "fp32", causes.UNDERFLOW, "between -1 and 1", "row 0 of batch 0"),
     (deviation_of_one, "bf16", causes.UNDERFLOW, "correction=0", ""),
     (noise_level_in_half, "bf16", causes.UNDERFLOW, "no cast to half", "1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from halfstep.integrations import lightning
 from halfstep.integrations.lightning import HalfstepPrecision, find_package, make_plugin_class
 from host_faults import same_bits
 from host_pages import run_page
-from ranks_together import together
+from ranks_together import be_rank, together
 from replay_stand_in import replays_on_cpu
 from tiny_lightning import ALL_FAULTS, PACKAGES, fit, list_state, make_module, make_trainer, make_watcher
 
@@ -351,9 +350,7 @@ def test_the_code_of_the_page_runs(
 
 def train_on_a_rank(rank: int, size: int, port: int) -> list[int]:
     """Train with DDP while one rank alone is at fault; return the steps that changed nothing on this rank."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(address, WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
-                      LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="1")  # fmt: skip
+    be_rank(rank, size, port)
     watcher = make_watcher(PACKAGES[0], ALL_FAULTS if rank == 1 else {}, 1)
     trainer = make_trainer(
         plugin=make_plugin(max_consecutive=9), callbacks=[watcher], devices=size, strategy="ddp",

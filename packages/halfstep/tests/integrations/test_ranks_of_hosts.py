@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from host_faults import FAULTS, Fault, same_bits
-from ranks_together import together
+from ranks_together import be_rank, together
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def train_on_a_rank(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size),
-                      LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true")  # fmt: skip
+    be_rank(rank, size, port)
+    os.environ.update(ACCELERATE_USE_CPU="true")
     return {"trainer": use_trainer(rank, folder), **{way: use_accelerate(rank, way) for way in ("read", "exact")}}
 
 

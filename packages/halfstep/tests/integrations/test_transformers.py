@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from replay_stand_in import replays_on_cpu
 
 transformers = pytest.importorskip("transformers")
 from accelerate import DistributedType  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
@@ -31,19 +30,12 @@ from transformers import (  # noqa: E402
 )  # fmt: skip
 
 HalfstepMixin = hs.integrations.transformers.HalfstepMixin
+transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo", "ignore:.*lru_cache:UserWarning")
 
 
 class MyTrainer(HalfstepMixin, Trainer):  # type: ignore[misc, valid-type]
     pass
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator() -> Iterator[None]:
-    transformers.logging.set_verbosity_error()
-    yield
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 class Points(Dataset[Any]):
@@ -183,17 +175,6 @@ def test_a_planted_fault_in_half_precision(tmp_path: Path, fault: Fault, name: s
     assert not same_bits(states[2][0], states[3][0])
 
 
-def test_a_bad_row_of_the_data_is_dropped_and_the_log_repaired_as_by_the_host(tmp_path: Path) -> None:
-    data = Points(bad=(3,))
-    trainer = train(tmp_path, data=data, given={"logging_steps": 1}, steps=32)
-    losses = [row["loss"] for row in read_logs(trainer) if "loss" in row]
-    assert all(torch.tensor(losses).isfinite())
-    assert trainer.args.logging_nan_inf_filter  # as it was given
-    plain = train(tmp_path / "plain", Trainer, data=data, steps=32)
-    assert not all(value.isfinite().all() for value in plain.model.state_dict().values())
-    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
-
-
 @pytest.mark.parametrize(("level", "accumulate"), [("guard", 1), ("guard", 2), ("captured", 2)])
 def test_a_dropped_step_does_not_lower_the_logged_loss(tmp_path: Path, level: str, accumulate: int) -> None:
     faults: dict[int, Fault] = {3: "batch", 5: "batch"}
@@ -211,6 +192,7 @@ def test_bad_steps_before_the_first_good_one_are_logged_as_0_as_by_the_host(tmp_
     losses = [row["loss"] for row in read_logs(trainer) if "loss" in row]
     assert losses[:2] == [0, 0]
     assert losses[2] == losses[3] > 0
+    assert trainer.args.logging_nan_inf_filter  # as it was given
     seldom = train(tmp_path / "seldom", faults={0: "batch", 1: "batch", 3: "batch"}, given={"logging_steps": 4})
     logged = next(row["loss"] for row in read_logs(seldom) if "loss" in row)
     assert logged == pytest.approx(losses[2] / 2)  # 0 twice, and a dropped one counted as the one before it
@@ -390,7 +372,7 @@ def test_the_order_of_bases_is_checked() -> None:
 
 
 def test_an_unknown_level_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown halfstep='graph'"):
+    with pytest.raises(ConfigError, match="halfstep='graph' is not one of"):
         make_trainer(tmp_path, halfstep="graph")
 
 

@@ -9,23 +9,11 @@ import torch
 
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError, PrecisionError
-from tiny_training import batch, loss_of, make_model, poisoned
+from tiny_training import make_model
 
 
 def fused(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def test_five_lines_train_a_model_and_say_what_happened() -> None:
-    model = make_model()
-    step = hs.Step(model, fused(model), precision="fp32", clip_norm=1.0, accumulate=2)
-    outcomes = [step(loss_of(model), window) for window in step.windows([batch(k) for k in range(5)])]
-    assert len(outcomes) == 3
-    assert all(outcome.committed for outcome in outcomes)
-    assert "committed, loss" in repr(outcomes[0])
-    skipped = step(loss_of(model), [poisoned()])
-    assert not skipped.committed
-    assert skipped.reason == "loss is nan"
 
 
 def test_an_optimizer_that_is_not_fused_is_kept() -> None:
@@ -64,13 +52,3 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_an_optimizer_may_hold_more_than_the_models_weights() -> None:
     model, extra = make_model(), torch.nn.Parameter(torch.ones(()))
     hs.Step(model, torch.optim.AdamW([*model.parameters(), extra], fused=True), precision="fp32")
-
-
-def test_a_misspelled_attribute_is_pythons_usual_error() -> None:
-    model = make_model()
-    step = hs.Step(model, fused(model), precision="fp32")
-    with pytest.raises(AttributeError, match="'Step' object has no attribute 'commited'") as error:
-        step.commited  # type: ignore[attr-defined]  # noqa: B018
-    # Python suggests a name from these two.
-    assert error.value.obj is step
-    assert error.value.name == "commited"

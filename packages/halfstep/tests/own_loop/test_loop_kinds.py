@@ -224,21 +224,6 @@ def test_a_network_left_out_of_also_is_warned_about_once_with_its_name() -> None
     step(loss_fn, [X])  # a second warning would be an error
 
 
-def test_an_attribute_of_the_trainer_is_named_as_such() -> None:
-    class Trainer:
-        def __init__(self) -> None:
-            self.critic, self.slow = nn.Linear(4, 1), with_norm()
-
-        def loss(self, x: Tensor) -> Tensor:
-            return self.critic(self.slow(x).detach()).mean()
-
-    trainer = Trainer()
-    with pytest.warns(UserWarning, match=r"also=\[self\.slow\]"):
-        step_of(trainer.critic)(trainer.loss, [X])
-    with pytest.warns(UserWarning, match=r"also=\[trainer\.slow\]"):
-        step_of(trainer.critic)(lambda x: trainer.loss(x), [X])
-
-
 class Constant(nn.Module):
     """Has a buffer that nobody writes, as a positional encoding."""
 

@@ -380,9 +380,12 @@ def test_an_optimizer_that_stepped_is_put_back_where_the_next_one_fails(first: s
         step(loss_fn, [batch(seed)])
     before = bits([model[0].state_dict(), optimizers[0].state_dict(), step.attempted, step.committed])
     error, text = (KeyError, "mine") if raises else (ModelError, r"Spoiling.step\(\) produced non-finite weights")
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as caught:
         step(loss_fn, [batch(2)])
     assert bits([model[0].state_dict(), optimizers[0].state_dict(), step.attempted, step.committed]) == before
+    assert [note.startswith("halfstep: Spoiling may have") for note in getattr(caught.value, "__notes__", ())] == (
+        [True] if raises else []
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*eps=0")

@@ -210,15 +210,6 @@ def test_a_state_that_hs_saves_is_loaded_into_an_optimizer_in_another_form() -> 
     assert torch.equal(resumed.model.weight, saved.train(SAVED_AT, NUM_STEPS).model.weight)
 
 
-def test_without_a_schedule_an_optimizers_state_may_be_loaded_at_any_time() -> None:
-    stored = Script("step", "sgd").train(0, SAVED_AT).save()
-    script = Script("step", "sgd, fused")
-    script.step = hs.Step(script.model, script.optimizer, "fp32")
-    script.load(stored).train(SAVED_AT, NUM_STEPS)
-    assert not script.step(script.compute_loss, [torch.full((4, 3), float("nan"))]).committed
-    assert torch.isfinite(script.model.weight).all()
-
-
 # --- the scheduler object ---
 
 
@@ -244,27 +235,6 @@ def test_dropped_steps_do_not_move_the_scheduler() -> None:
             script.train(number, number + 1)
     assert script.scheduler.state_dict()["last_epoch"] == 4
     assert script.scheduler.get_last_lr() == pytest.approx([0.01])
-
-
-def test_steps_never_wait_because_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count of committed steps is read only when a state is asked for."""
-    script = Script("one cycle", "sgd, fused").guard()
-    schedules, num_waits = script.step._schedules, 0
-    read_count = schedules.go_back
-
-    def count() -> None:
-        nonlocal num_waits
-        num_waits += 1
-        read_count()
-
-    monkeypatch.setattr(schedules, "go_back", count)
-    for number in range(4):
-        script.train(number, number + 1)
-        assert script.scheduler.last_epoch >= 0
-        assert len(script.scheduler._last_lr) == 1
-    assert num_waits == 0
-    script.scheduler.get_last_lr()
-    assert num_waits == 1
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -110,28 +110,12 @@ IN_WORKERS = [
 ]
 
 
-class Rows(Plain):
-    """Samples by lists of indices, as batch_size=None with a sampler of lists wants them."""
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if isinstance(index, list):
-            return torch.stack([super(Rows, self).__getitem__(one) for one in index])
-        return super().__getitem__(index)
-
-
-class DrawingRows(Drawing):
-    def __getitem__(self, index: Any) -> Tensor:
-        if isinstance(index, list):
-            return torch.stack([super(DrawingRows, self).__getitem__(one) for one in index])
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("kind", LOADERS)
 def test_order_and_samples_are_exact_without_loading_what_is_skipped(tmp_path: Path, kind: str) -> None:
-    data: list[DrawingRows] = []
+    data: list[Drawing] = []
 
     def make() -> Any:
-        data.append(DrawingRows())
+        data.append(Drawing())
         return LOADERS[kind](data[-1])
 
     resumed = assert_continues(make, tmp_path / "state", 4, 9)
@@ -148,7 +132,7 @@ def test_the_last_batch_of_a_pass_may_be_the_last_of_the_stored_ones(tmp_path: P
 @pytest.mark.parametrize(("kind", "persistent"), IN_WORKERS)
 def test_workers_load_nothing_again_where_samples_draw_nothing(tmp_path: Path, kind: str, persistent: bool) -> None:
     def make() -> Any:
-        return LOADERS[kind](Rows(), num_workers=2, persistent_workers=persistent)
+        return LOADERS[kind](Plain(), num_workers=2, persistent_workers=persistent)
 
     assert assert_continues(make, tmp_path / "state", 3, 10, epochs=2).warnings == []
 
@@ -541,7 +525,7 @@ def test_what_cannot_be_seeded_is_refused() -> None:
     with pytest.raises(DataError, match="seed=-1"):
         hs.seeded(Plain(), seed=-1)
     with pytest.raises(DataError, match=r"the index \[1, 2\]"):
-        hs.seeded(Rows())[[1, 2]]
+        hs.seeded(Plain())[[1, 2]]
 
 
 def test_a_loop_without_windows_is_told_that_its_loader_starts_again(tmp_path: Path) -> None:

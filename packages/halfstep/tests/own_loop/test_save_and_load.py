@@ -27,6 +27,7 @@ from halfstep.state_files import pack
 from halfstep.tensor_files import TensorFile, write_tensors
 from public_loops import LOOPS, train, train_and_note
 from resumed_loops import Drawing, assert_continues, make_step
+from tiny_training import Queue
 from warm_processes import process
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds no position in the data")
@@ -105,19 +106,6 @@ def test_buffers_outside_of_the_state_dict_and_extra_come_back(tmp_path: Path) -
     assert (found["a"]["b"].item(), found["a.b"].item()) == (0.0, 1.0)
     assert found["empty"].shape == (0, 3)
     assert os.listdir(tmp_path / "new") == ["state"]
-
-
-class Queue(nn.Module):
-    """Keeps the batches it has seen in a buffer that grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
-        self.register_buffer("seen", torch.zeros(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = torch.cat([self.seen, x.detach()])
-        return self.inner(x).square().mean()
 
 
 class Quantised(nn.Module):

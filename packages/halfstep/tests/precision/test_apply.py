@@ -177,18 +177,6 @@ def test_what_is_not_a_plan_is_refused_by_name(text: str) -> None:
         Plan.from_json(text)
 
 
-def test_the_table_says_asked_granted_why_rows_and_warnings() -> None:
-    lines = str(sample_plan()).splitlines()
-    assert lines[0] == "precision  asked auto, granted bf16"
-    assert "cuda:0" in lines[1]
-    assert "measured 12x" in lines[2]
-    assert lines[4].split() == ["module", "storage", "compute", "why"]
-    assert lines[5].startswith("30 modules: down.0, down.1")
-    assert lines[6].split() == ["head", "fp32", "fp32", "asked", "for", "fp32"]
-    assert lines[-1] == "warning: something to see"
-    assert max(map(len, lines)) < 100
-
-
 def test_a_plan_for_hardware_that_is_not_here_prints_but_does_not_run() -> None:
     plan = dataclasses.replace(sample_plan(), device="")
     assert "not on this machine" in str(plan)

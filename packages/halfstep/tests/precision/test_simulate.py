@@ -144,13 +144,6 @@ def test_fp16_gradients_underflow_to_zero_and_loss_scaling_saves_them() -> None:
     torch.testing.assert_close(gradient(65536.0), torch.full((4, 4), 1e-9), rtol=2e-2, atol=0)
 
 
-def test_fp16_gradients_overflow_to_infinity() -> None:
-    w = torch.ones(2, 2, requires_grad=True)
-    with simulate("fp16"):
-        (F.linear(torch.full((1, 2), 300.0), w).float().sum() * 1e3).backward()
-    assert w.grad.isinf().all()
-
-
 def test_tf32_rounds_operands_of_fp32_products() -> None:
     x, w = torch.randn(5, 64), torch.randn(3, 64)
     with simulate("tf32"):

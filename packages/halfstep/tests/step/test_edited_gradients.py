@@ -92,17 +92,6 @@ def test_a_hook_that_hides_an_overflow_does_not_hide_it_from_the_loss_scale() ->
     assert without_scaling(lambda b: loss_fn32(b) + 0 * without_scaling.model.head.weight.sum(), [batch(0)]).committed
 
 
-def test_an_exception_in_the_hook_leaves_no_trace() -> None:
-    def breaks(model: nn.Module) -> None:
-        raise RuntimeError("hook's own")
-
-    step = made(breaks)
-    before = everything(step._step)
-    with pytest.raises(RuntimeError, match="hook's own"):
-        step(loss_of(step.model), [batch(0)])
-    assert_same_bits(before, everything(step._step))
-
-
 EDITS = {
     "in place": lambda model: model.head.weight.grad.mul_(2),
     "planted": lambda model: model.head.weight.grad.__setitem__((0, 0), float("nan")),
@@ -315,21 +304,6 @@ def test_a_large_target_that_a_later_bad_step_writes_for_the_first_time_is_named
     with pytest.raises(ModelError, match=r"target\.weight") as error:
         step(model, [NAN])
     assert "also=" in error.value.fix
-
-
-def test_a_clamp_of_the_own_weights_changes_nothing_after_a_bad_step() -> None:
-    model = nn.Linear(4, 1)
-
-    def clamp(module: nn.Module) -> None:
-        for weight in module.parameters():
-            weight.clamp_(-0.01, 0.01)
-
-    step = hs.Step(model, torch.optim.RMSprop(model.parameters(), 5e-5), "fp32", on_commit=clamp)
-    step(lambda x: model(x).mean(), [X])
-    before = copy.deepcopy(model.state_dict())
-    assert model.weight.abs().max().detach() <= 0.01
-    step(lambda x: model(x).mean(), [NAN])
-    assert_same_bits(before, model.state_dict())
 
 
 @pytest.mark.parametrize("batch", [X, NAN], ids=["good", "bad"])

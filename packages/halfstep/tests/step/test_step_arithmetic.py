@@ -176,22 +176,6 @@ def test_a_step_that_broke_off_is_abandoned_without_a_trace() -> None:
     assert not any(p.grad is not None for p in step.model.parameters())
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_reloaded_step_goes_on_bit_for_bit(layout: torch.memory_format) -> None:
-    whole, first, second = (make_step("adamw", "fp16") for _ in range(3))
-    for step in (whole, first, second):
-        step.model.to(memory_format=layout)
-    for k in range(6):
-        whole(loss_of(whole.model), [batch(k)])
-    for k in range(3):
-        first(loss_of(first.model), [batch(k)])
-    second.model.load_state_dict(first.model.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for k in range(3, 6):
-        second(loss_of(second.model), [batch(k)])
-    assert_same_bits(everything(whole), everything(second))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}])
 def test_muon_with_a_rate_on_the_device_is_a_rounding_away_from_torchs(dtype: torch.dtype, settings: Any) -> None:

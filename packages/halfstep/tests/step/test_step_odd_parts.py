@@ -21,11 +21,10 @@ from halfstep.precision.plan import PlanRow
 from halfstep.step import user_warnings
 from halfstep.step.ema import Ema
 from halfstep.step.flat import Snapshot, became_non_finite
-from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import GuardedStep
 from halfstep.step.user_warnings import NEWEST_TESTED, report_untested_torch
-from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
+from tiny_training import Queue, assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
 
 class Homemade(torch.optim.Optimizer):
@@ -165,27 +164,6 @@ def test_steps_that_say_nothing_about_the_scale_leave_it_alone() -> None:
     assert step.scaler.value.item() == 65536
 
 
-def test_two_steps_may_share_a_scaler() -> None:
-    """Alternating phases, as a VAE and its discriminator: an overflow in one lowers the scale of both."""
-    model, judge = make_model(), make_model()
-    scaler = Scaler(torch.device("cpu"), enabled=True)
-    steps = [
-        GuardedStep(net, torch.optim.AdamW(net.parameters(), fused=True), plan("fp16"), scaler=scaler)
-        for net in (model, judge)
-    ]
-    steps[0](loss_of(model), [poisoned()])
-    reading = steps[1](loss_of(judge), [batch(0)]).read()
-    assert reading.scale == 32768
-    assert not reading.is_bad
-
-
-def test_losses_that_cannot_be_judged_are_refused() -> None:
-    step = make_step()
-    with pytest.raises(ConfigError, match="shape"):
-        step(lambda b: torch.stack([loss_of(step.model)(b)] * 2), [batch(0)])
-    assert not step(lambda b: loss_of(step.model)(b).reshape(1), [batch(0)]).read().is_bad
-
-
 def test_gradients_of_weights_that_no_optimizer_holds_do_not_pile_up() -> None:
     model = make_model()
     step = GuardedStep(model, torch.optim.AdamW(model.head.parameters(), fused=True), plan())
@@ -289,41 +267,6 @@ def test_optimizers_that_share_parameters_leave_every_bit_alone(kind: str) -> No
     assert not step(lambda x: model(x).square().mean(), [torch.randn(8, 4)]).read().is_bad
 
 
-@pytest.mark.parametrize("raising", ["Failing", "Adam"])
-def test_an_optimizer_that_raises_leaves_shared_parameters_as_they_were(
-    raising: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of torch's own optimizers, which are copied anyway, even a half-made step is undone, so no note is needed."""
-
-    class Failing(torch.optim.Adam):
-        pass
-
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    kind = {"Failing": Failing, "Adam": torch.optim.Adam}[raising]
-    optimizers = [
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        torch.optim.RMSprop(model.parameters()),
-        kind(model.parameters()),
-    ]
-    step = GuardedStep(model, optimizers, plan())
-    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
-    for _ in range(2):
-        step(loss_fn, [torch.randn(8, 4)])
-    before = everything(step)
-
-    def break_off(self: torch.optim.Optimizer, closure: object = None) -> None:
-        if raising == "Adam":
-            model.weight.data.add_(1)
-        raise KeyError("in the middle of a step")
-
-    monkeypatch.setattr(kind, "step", break_off)
-    with pytest.raises(KeyError) as caught:
-        step(loss_fn, [torch.randn(8, 4)])
-    assert_same_bits(before, everything(step))
-    assert bool(getattr(caught.value, "__notes__", [])) == (raising == "Failing")
-
-
 # --- buffers in odd memory ---
 
 
@@ -387,19 +330,6 @@ def test_buffers_in_odd_memory_are_put_back(kinds: list[str]) -> None:
 
 
 # --- averages of buffers that change ---
-
-
-class Queue(nn.Module):
-    """Keeps the batches it has seen; in evaluation the last row only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
-        self.register_buffer("seen", torch.zeros(0, 4))
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.detach()]) if self.training else x[-1]
-        return self.norm(self.inner(x)).square().mean()
 
 
 def test_the_average_of_a_buffer_that_grows_is_its_value() -> None:

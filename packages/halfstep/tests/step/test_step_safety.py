@@ -197,16 +197,3 @@ def test_parts_that_are_frozen_for_a_while_are_guarded_when_they_are_trained_aga
         assert not step(loss_fn, [poisoned()]).committed
         assert_same_bits(before, everything(step._step))
         assert step(loss_fn, [batch(1)]).committed
-
-
-def test_a_group_added_later_is_guarded_too() -> None:
-    model = make_model()
-    optimizer = torch.optim.RMSprop([*model.conv.parameters(), *model.norm.parameters()], 1e-2)
-    step = hs.Step(model, optimizer, "fp32")
-    step(loss_of(model), [batch(0)])
-    optimizer.add_param_group({"params": model.head.parameters()})
-    for _ in range(2):
-        before = everything(step._step)
-        assert not step(loss_of(model), [poisoned()]).committed
-        assert_same_bits(before, everything(step._step))
-        assert step(loss_of(model), [batch(1)]).committed

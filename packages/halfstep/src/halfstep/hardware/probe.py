@@ -56,7 +56,7 @@ def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
 
 def _describe_accelerator(seen: Accelerator, torch_version: str) -> Hardware:
     known = find_known(seen.name)
-    facts = known.facts if known else None
+    published = ("published_tflops", "published_source", "published_check", "notes")
     chip = seen.name if seen.kind == "mps" else seen.architecture
     support = list_formats(seen.kind, seen.capability, chip, has_fp64=seen.has_fp64)
     return Hardware(
@@ -65,17 +65,14 @@ def _describe_accelerator(seen: Accelerator, torch_version: str) -> Hardware:
         name=seen.name,
         vendor=VENDORS[seen.kind],
         capability=seen.capability,
-        architecture=facts.architecture if facts else seen.architecture,
+        architecture=known.facts.architecture if known else seen.architecture,
         memory_total_bytes=seen.memory_total_bytes,
         support=support,
         tensor_cores=has_matrix_units(seen.kind, seen.capability, seen.name, support),
         uuid=seen.uuid,
         driver=seen.driver,
         torch_version=torch_version,
-        published_tflops=facts.published_tflops if facts else {},
-        published_source=facts.published_source if facts else "",
-        published_check=facts.published_check if facts else "",
-        notes=facts.notes if facts else (),
+        **({name: getattr(known.facts, name) for name in published} if known else {}),
     )
 
 

@@ -8,8 +8,7 @@ function in hs.Step, and fills engine.state.output as MONAI does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
-from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop, detach_copy
-from halfstep.integrations.guard import HostAdvice, HostGuard
-from halfstep.own_loop.arguments import read_precision
+from halfstep.integrations.guard import HostAdvice
 from halfstep.own_loop.step import Step
-from halfstep.precision.contexts import get_autocast_dtype
-from halfstep.precision.decide import Precision, decide
-from halfstep.step.forward_writes import Also
+from halfstep.precision.decide import Precision
 
 # Events and keys are MONAI's enumerations of strings; these are their values.
 IMAGE, LABEL, PRED, LOSS = "image", "label", "pred", "loss"
@@ -41,12 +36,11 @@ LIMITS = ("lr schedulers in handlers, which follow iterations or epochs", "avera
 
 
 class HalfstepUpdate:
-    """One iteration of a SupervisedTrainer, as an hs.Step; with accumulation_steps, as MONAI's own, guarded.
+    """One iteration of a SupervisedTrainer, as an hs.Step.
 
     Arguments:
         precision: "auto", "bf16", "fp16", "tf32", "fp32" or an hs.Precision, in place of the trainer's amp=True.
-        step_options: more arguments of hs.Step: clip_norm, schedule, ema_decay, capsules, guard, ... With
-            accumulation_steps clip_norm, capsules, also and guard={"max_consecutive": 5}.
+        step_options: more arguments of hs.Step: clip_norm, schedule, ema_decay, capsules, guard, ...
 
     `step` is the hs.Step, once the first iteration has begun. Save this object with the trainer's own:
     CheckpointSaver(save_dict={"network": network, "optimizer": optimizer, "halfstep": update}).
@@ -54,7 +48,7 @@ class HalfstepUpdate:
 
     def __init__(self, precision: str | torch.dtype | Precision = "auto", **step_options: Any) -> None:
         self.precision, self.step_options = precision, step_options
-        self._steps: CapturedLoop | AccumulatedSteps | None = None
+        self._steps: CapturedLoop | None = None
         self._engine: Any = None
         self._events: list[Any] = []  # of MONAI, in the order of an iteration
         self._fires: list[Any] = []  # events inside forward that have handlers
@@ -63,7 +57,7 @@ class HalfstepUpdate:
 
     @property
     def step(self) -> Step | None:
-        return self._steps.step if isinstance(self._steps, CapturedLoop) else None
+        return None if self._steps is None else self._steps.step
 
     @property
     def num_dropped(self) -> int:
@@ -98,12 +92,18 @@ class HalfstepUpdate:
         self._kept = kept
         return loss
 
-    def _begin(self, engine: Any) -> CapturedLoop | AccumulatedSteps:
+    def _begin(self, engine: Any) -> CapturedLoop:
         if engine.amp:
             raise ConfigError(
                 "SupervisedTrainer(amp=True) has its own autocast and scaler",
                 why="the step chooses the precision, and scales the loss in fp16",
                 fix='leave amp=True out: HalfstepUpdate("bf16") or HalfstepUpdate("fp16")',
+            )
+        if getattr(engine, "accumulation_steps", 1) > 1:
+            raise ConfigError(
+                f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) is not supported",
+                why="the trainer gives one batch at a time, and hs.Step needs all batches of a step at once",
+                fix="a larger batch with accumulation_steps=1, or hs.Step(..., accumulate=...) in a loop of your own",
             )
         from ignite.engine import Events
         from monai.engines.utils import IterationEvents as E
@@ -115,16 +115,12 @@ class HalfstepUpdate:
         options = {"precision": self.precision, **self.step_options}
         if self._events[2] in heard:
             options.setdefault("on_gradients", lambda model: engine.fire_event(self._events[2]))
-        if getattr(engine, "accumulation_steps", 1) > 1:
-            self._steps = AccumulatedSteps(engine, **options)
-        else:
-            limits = [*LIMITS, *[f"not captured: handlers of {', '.join(map(str, heard))}"] * bool(heard)]
-            self._steps = CapturedLoop(
-                "MONAI", engine.network, engine.optimizer, None, ADVICE, limits=limits, **options
-            )
+        limits = [*LIMITS, *[f"not captured: handlers of {', '.join(map(str, heard))}"] * bool(heard)]
+        self._steps = steps = CapturedLoop(
+            "MONAI", engine.network, engine.optimizer, None, ADVICE, limits=limits, **options
+        )
         if self._stored is not None:
-            self.load_state_dict(self._stored)
-        steps = self._steps
+            steps.step.load_state_dict(self._stored)
         engine.add_event_handler(Events.COMPLETED, lambda engine: steps.finish())
         steps.announce()
         return steps
@@ -132,76 +128,15 @@ class HalfstepUpdate:
     def state_dict(self) -> dict[str, Any]:
         # Without the position in the data and the generators: MONAI has its own loader, and a checkpoint that is
         # loaded with weights_only=True may not hold numpy's state.
-        if isinstance(self._steps, AccumulatedSteps):
-            return self._steps.loss_scaler.state_dict()
         state = {} if self.step is None else self.step.state_dict()
         state.pop("position", None)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.step is not None:
-            self.step.load_state_dict(state)
-        elif isinstance(self._steps, AccumulatedSteps):
-            self._steps.loss_scaler.load_state_dict(dict(state))
-        else:
+        if self.step is None:
             self._stored = state or None
-
-
-class AccumulatedSteps(HostGuard):
-    """Make MONAI's iterations with accumulation_steps as MONAI does, one micro-batch at a time, and guard the steps."""
-
-    def __init__(
-        self, engine: Any, *, precision: str | torch.dtype | Precision, clip_norm: float | None = 0.0,
-        on_gradients: Any = None, guard: Mapping[str, int] | None = None, capsules: Any = None, also: Also = (),
-        **others: Any,
-    ) -> None:  # fmt: skip
-        guard = dict(guard or {})
-        max_consecutive = guard.pop("max_consecutive", 5)
-        if others := others | guard:
-            raise ConfigError(
-                f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) does not support "
-                f"hs.Step's {', '.join(others)}",
-                why="the trainer gives one batch at a time, and hs.Step needs all batches of a window at once",
-                fix=f"leave {', '.join(others)} out, or set accumulation_steps=1",
-            )
-        self.engine, self.clip_norm, self.on_gradients = engine, clip_norm, on_gradients
-        device = torch.device(engine.state.device)
-        asked = decide(read_precision(precision), probe(str(device)), engine.network, simulate=device.type == "cpu")
-        if asked.granted not in ("bf16", "fp16", "fp32"):
-            raise ConfigError(
-                f"precision {asked.granted!r} is not supported with accumulation_steps", fix="'bf16', 'fp16' or 'fp32'"
-            )
-        self.autocast_dtype = get_autocast_dtype(asked.granted)
-        self.loss_scaler = torch.amp.GradScaler(device.type, enabled=asked.granted == "fp16")
-        limits = [*LIMITS, "steps are not captured: MONAI accumulates gradients"]
-        super().__init__(
-            "MONAI", engine.network, engine.optimizer, replace(ADVICE, rollback="", scale_floor=""),
-            precision=asked.granted, scaler=self.loss_scaler, capsules=capsules, also=also, limits=limits,
-            max_consecutive=max_consecutive,
-        )  # fmt: skip
-
-    def __call__(self, loss_fn: Callable[[Any], Tensor], window: list[Any]) -> None:
-        engine, num = self.engine, self.engine.accumulation_steps
-        length = engine.state.epoch_length
-        position = engine.state.iteration - 1
-        position = position % length if length else position  # of the micro-batch in its epoch, as MONAI counts
-        if position % num == 0:
-            engine.optimizer.zero_grad(set_to_none=engine.optim_set_to_none)
-        (batch,) = window
-        self.keep(batch)
-        device = torch.device(engine.state.device).type
-        with torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            loss = loss_fn(batch) / num
-        self.record(loss)
-        self.loss_scaler.scale(loss).backward()
-        if self.on_gradients is not None:
-            self.on_gradients(engine.network)
-        if (position + 1) % num and position + 1 != length:
-            return
-        if self.clip_norm:
-            self.loss_scaler.unscale_(engine.optimizer)
-            torch.nn.utils.clip_grad_norm_(engine.network.parameters(), self.clip_norm)
-        self.step()
+        else:
+            self.step.load_state_dict(state)
 
 
 def _make_plain(value: Any) -> Any:

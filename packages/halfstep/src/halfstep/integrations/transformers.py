@@ -11,7 +11,7 @@ captured    the whole step is an hs.Step: a CUDA graph where the loss can be tra
             only reports the norm, and its optimizer and scheduler step nothing.
 
 Everything begins in the callback `on_train_begin`, where model, optimizer and scheduler exist and a checkpoint is
-loaded, and ends in `on_train_end`.
+loaded, and ends behind the Trainer's loop.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from halfstep.fast.fast_path import Fast, FastMode, say
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
 from halfstep.integrations.captured import CapturedLoop, find_obstacle
 from halfstep.integrations.guard import HostAdvice, take_host_options
+from halfstep.own_loop.arguments import check_choice
 from halfstep.own_loop.evidence import replay as replay_capsule
 
 with explain_missing(__name__, {"transformers": "transformers"}, "pip install 'transformers>=5.22'"):
@@ -78,8 +79,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         fast: FastMode = "auto",
         **kwargs: Any,
     ) -> None:
-        if halfstep not in ("guard", "captured"):
-            raise ConfigError(f"unknown halfstep={halfstep!r}", fix='halfstep="guard" or halfstep="captured"')
+        check_choice("halfstep", halfstep, ("guard", "captured"))
         self._hs_level, self._hs_fast = halfstep, fast
         self._hs_options: Any = take_host_options(kwargs)
         self._hs_steps: AccelerateGuard | CapturedLoop | None = None
@@ -91,7 +91,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self._hs_num_dropped = 0
         super().__init__(*args, **kwargs)
         refuse_unfit_accelerator(self.accelerator)
-        self.add_callback(_Ends(self))
+        self.add_callback(_Beginning(self))
 
     @property
     def halfstep(self) -> AccelerateGuard | CapturedLoop | None:
@@ -157,13 +157,6 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if self._hs_filters_logs:
             self.args.logging_nan_inf_filter, self._hs_filters_logs = True, False
 
-    def _finish(self) -> None:
-        if self._hs_steps is not None:
-            try:
-                self._hs_steps.finish()
-            finally:
-                self._end()
-
     def _choose_precision(self) -> str:
         named = {"fp16": "fp16", "bf16": "bf16"}.get(self.accelerator.mixed_precision)
         return named or ("tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32")
@@ -183,7 +176,10 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(*args, **kwargs)
+            if self._hs_steps is not None:
+                self._hs_steps.finish()
+            return result
         finally:
             self._end()  # also of a training that raised: auto_find_batch_size begins again with the same optimizer
 
@@ -263,15 +259,12 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             self.train_dataset, self.data_collator = data, collate
 
 
-class _Ends(TrainerCallback):  # type: ignore[misc]
+class _Beginning(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: HalfstepMixin) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._begin()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._finish()
 
 
 # --- the cause of a bad step ---

@@ -22,6 +22,7 @@ from halfstep.fast.fast_path import Fast
 from halfstep.own_loop.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.decide import Precision
+from halfstep.precision.names import normalise_precision
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.recompute import Recomputing
 from halfstep.step.batches import Batch
@@ -51,8 +52,6 @@ OTHER_NAMES = {
 }
 """What arguments of torch and of trainers, and those of hs.Precision and hs.Fast, are called here."""
 
-BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 
 def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -> None:
     """Refuse keywords that hs.Step does not have."""
@@ -65,10 +64,8 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
 
 def read_precision(given: object) -> Precision:
     """Return a precision that may be given as its name or as a torch dtype."""
-    if isinstance(given, torch.dtype) and given in BY_DTYPE:
-        return Precision(BY_DTYPE[given])
-    if isinstance(given, str):
-        return Precision(given)
+    if isinstance(given, (str, torch.dtype)):
+        return Precision(normalise_precision(given))
     if isinstance(given, Precision):
         return dataclasses.replace(given, default=read_precision(given.default).default)
     raise PrecisionError(

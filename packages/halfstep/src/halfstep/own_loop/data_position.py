@@ -369,9 +369,7 @@ class _Pass:
 
     def _note_shared_generators(self, before: Mapping[str, Any], then: Mapping[str, Any]) -> None:
         """Note generators that the data drew from since `before` and that were elsewhere when the state was stored."""
-        now = read_cpu_generators()
-        drawn = [name for name in before if not _is_equal(before[name], now[name])]
-        if any(not _is_equal(now[name], then[name]) for name in drawn):
+        if _find_draws(before) & _find_draws(then):
             self._differences.append(
                 "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
                 "follow may differ (give the data their own generator, or use hs.seeded(dataset))"
@@ -512,8 +510,7 @@ class _Order(Iterator[Any]):
         try:
             item = next(self._indices)
         finally:
-            after = read_cpu_generators()
-            self.late_draws |= {name for name in before if not _is_equal(before[name], after[name])}
+            self.late_draws |= _find_draws(before)
         self.checksums.append(zlib.crc32(_summarise(item).encode(), self.checksums[-1] if self.checksums else 0))
         return item
 
@@ -539,8 +536,7 @@ class _WorkerWatch:
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
         if not self._flag:
-            now = read_cpu_generators()
-            self._flag.fill_(any(not _is_equal(self._before[name], now[name]) for name in now))
+            self._flag.fill_(bool(_find_draws(self._before)))
         return batch
 
 
@@ -564,6 +560,12 @@ def _make_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _find_draws(before: Mapping[str, Any]) -> set[str]:
+    """Return the global generators of the CPU whose state is not what it was."""
+    now = read_cpu_generators() if before else {}
+    return {name for name in now if name in before and not _is_equal(now[name], before[name])}
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import copyreg
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -250,28 +250,26 @@ class LoopSchedules:
             raise explain_no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
 
     def epoch_ended(self) -> None:
-        if not self.has_any("epoch"):
-            raise ConfigError(
-                "epoch_ended() was called, but no schedule= is per epoch",
-                why="a scheduler follows optimizer steps unless it is given as hs.per_epoch(scheduler), and a "
-                "ReduceLROnPlateau follows step.validated(metric)",
-                fix="schedule=hs.per_epoch(scheduler), or remove the call of epoch_ended()",
-            )
-        self.refuse_written_rates()
+        self._refuse_call("epoch_ended()", "epoch", "hs.per_epoch(scheduler)")
         self.epochs += 1
         self._write_rates()
 
     def validated(self, metric: float) -> None:
-        if not self.has_any("validation"):
-            raise ConfigError(
-                "validated(metric) was called, but schedule= contains no ReduceLROnPlateau",
-                why="no other schedule follows a metric",
-                fix="use schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(...), or remove the call of validated()",
-            )
-        self.refuse_written_rates()
+        self._refuse_call("validated(metric)", "validation", "torch.optim.lr_scheduler.ReduceLROnPlateau(...)")
         for plateau in self._list_plateaus():
             plateau.observe(float(metric))
         self._write_rates()
+
+    def _refuse_call(self, call: str, every: str, schedule: str) -> None:
+        """Refuse a call that no schedule follows."""
+        if not self.has_any(every):
+            raise ConfigError(
+                f"{call} was called, but no schedule= follows it",
+                why="a scheduler follows optimizer steps unless it is given as hs.per_epoch(scheduler), and a "
+                "ReduceLROnPlateau follows step.validated(metric)",
+                fix=f"schedule={schedule}, or remove the call of {call}",
+            )
+        self.refuse_written_rates()
 
     def has_any(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
@@ -454,14 +452,17 @@ def _multiply(bases: Sequence[float], multiplier: Any) -> list[float]:
     return [base * check_finite(multiplier) for base in bases]
 
 
+def _ask_ahead(function: Callable[[int], Any], num: int) -> Iterator[Any]:
+    """Yield what a user's function gives for the first steps, up to its end, which training may never reach."""
+    with contextlib.suppress(Exception):
+        for step in range(num):
+            yield function(step)
+
+
 def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
     """Hint at a scheduler that may count epochs: all rates are at most 1/50 of their highest after a few steps."""
     highest = [0.0] * len(curve.rates[0])
-    for step in range(FEW_STEPS):
-        try:
-            rates = curve(step)
-        except Exception:  # past its end, which training may never reach
-            break
+    for step, rates in enumerate(_ask_ahead(curve, FEW_STEPS)):
         highest = [max(pair) for pair in zip(highest, rates, strict=True)]
         if any(highest) and all(rate <= SMALL_SHARE * top for rate, top in zip(rates, highest, strict=True)):
             return [
@@ -474,12 +475,7 @@ def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
 
 def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]:
     """Hint at a function that returns learning rates instead of multiples of the optimizer's learning rate."""
-    highest = 0.0
-    for step in range(ahead):
-        try:
-            highest = max(highest, float(function(step)))
-        except Exception:  # beyond its end
-            break
+    highest = max(_ask_ahead(lambda step: float(function(step)), ahead), default=0.0)
     if not 0 < highest <= 0.01 or base > 0.5:
         return []
     return [

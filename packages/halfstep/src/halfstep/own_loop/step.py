@@ -273,9 +273,8 @@ class Step:
                     self._recorder.keep(facts.attempted, batches)
                 if self._watch is not None:
                     self._look(loss_fn, batches, facts)
-                self._verdicts.act_on(
-                    self._guard.watch(facts)
-                )  # waits for the step before the last, so that this is its time
+                # Waits for the step before the last, so that this is its time.
+                self._verdicts.act_on(self._guard.watch(facts))
             finally:
                 self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)

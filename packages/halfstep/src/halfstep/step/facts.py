@@ -66,7 +66,8 @@ FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
 """The flag of a rank that fell back to that mode on its own."""
 FAULTY = 3  # the flags of a rank that mean a fault: loss or buffers not finite
 PER_RANK = 2  # numbers that each rank sends in a step: its flags and its learning rate
-FLAGS = ("bad", "spike", "empty", "ruined", "spoiled", "holds")
+VERDICT_FLAGS = ("bad", "spike", "empty", "ruined", "spoiled")
+FLAGS = (*VERDICT_FLAGS, "holds")
 
 
 class Facts:
@@ -189,17 +190,11 @@ class Facts:
         found = self._known | dict(zip(self._fields, values, strict=False))
         if self._host.dtype is torch.float32:
             found["committed"] = self._host.view(torch.int32).tolist()[-1]
+        known: dict[str, Any] = {name: found[name] for name in ("loss", "grad_norm", "scale", "lr")}
+        known |= {f"is_{name}": bool(found.get(name)) for name in VERDICT_FLAGS}
         reading = Reading(
             attempted=self.attempted,
-            loss=found["loss"],
-            grad_norm=found["grad_norm"],
-            scale=found["scale"],
-            lr=found["lr"],
-            is_bad=bool(found["bad"]),
-            is_spike=bool(found.get("spike")),
-            is_empty=bool(found.get("empty")),
-            is_ruined=bool(found.get("ruined")),
-            is_spoiled=bool(found.get("spoiled")),
+            **known,
             committed=int(found["committed"]),
             sample_ids=tuple([int(i) for ids in self.ids for i in ids.tolist()]),
             epoch=self.epoch,
@@ -314,20 +309,12 @@ class PhasedFacts:
             next(iter(self.phases.values())).wait(self._event)
         own = {name: dataclasses.replace(f.read(), attempted=self.attempted) for name, f in self.phases.items()}
         first = next(iter(own.values()))
-        return PhasedReading(
-            **dataclasses.asdict(first)
-            | {
-                **{
-                    k: any(getattr(r, k) for r in own.values())
-                    for k in ("is_bad", "is_spike", "is_ruined", "is_spoiled", "is_asked")
-                },
-                "is_empty": all(reading.is_empty for reading in own.values()),
-                "committed": int(self._committed),
-                "epoch": self.epoch,
-                "window": self.window,
-            },
-            phases=own,
-        )
+        merged = dataclasses.asdict(first)
+        for name in ("is_bad", "is_spike", "is_ruined", "is_spoiled", "is_asked"):
+            merged[name] = any(getattr(reading, name) for reading in own.values())
+        merged["is_empty"] = all(reading.is_empty for reading in own.values())
+        merged |= {"committed": int(self._committed), "epoch": self.epoch, "window": self.window}
+        return PhasedReading(**merged, phases=own)
 
 
 def split_phases(reading: Reading) -> Mapping[str, Reading]:
@@ -337,10 +324,8 @@ def split_phases(reading: Reading) -> Mapping[str, Reading]:
 
 def load_reading(state: Mapping[str, Any]) -> Reading:
     """Return a reading from its stored `asdict` form."""
-    own = {
-        **state,
-        **{name: tuple(state[name]) for name in ("sample_ids", "faulty_ranks", "fallen_ranks", "rates")},
-    }
+    lists = ("sample_ids", "faulty_ranks", "fallen_ranks", "rates")
+    own = {**state, **{name: tuple(state[name]) for name in lists}}
     if "phases" not in own:
         return Reading(**own)
     return PhasedReading(**own | {"phases": {name: load_reading(part) for name, part in own["phases"].items()}})

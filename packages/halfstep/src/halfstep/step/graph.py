@@ -133,9 +133,8 @@ class GraphedStep:
                     try:
                         return self._record(loss_fn)
                     except Exception as error:
-                        reason = _read_first_line(
-                            error
-                        )  # ending the capture may fail as well, with a less useful message
+                        # Ending the capture may fail as well, with a less useful message.
+                        reason = _read_first_line(error)
                         raise
             except CaptureFailed:
                 raise

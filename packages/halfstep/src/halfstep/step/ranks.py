@@ -238,9 +238,8 @@ def wrap_regions(
 ) -> DistributedDataParallel:
     """Wrap these regions of the model in DDP, which copies rank 0's buffers to all ranks before each forward pass."""
     inside = Regions(model, regions)
-    side = (
-        torch.cuda.Stream(device) if device.type == "cuda" else None
-    )  # DDP made on a side stream can be captured later
+    # DDP made on a side stream can be captured later.
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from halfstep.step.flat import is_writable_in_place
 from halfstep.step.guard import LAG
@@ -79,13 +80,11 @@ def _read_committed(state: Mapping[str, Any]) -> int:
 
 def copy_to_host(tree: Any) -> Any:
     """Return a deep copy whose tensors are in host memory."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, dict):
-        return {key: copy_to_host(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(copy_to_host(value) for value in tree)
-    return copy.deepcopy(tree)
+
+    def copy_leaf(leaf: Any) -> Any:
+        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    return tree_map(copy_leaf, tree)
 
 
 def resize_buffers(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:

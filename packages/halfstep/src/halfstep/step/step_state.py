@@ -86,10 +86,8 @@ def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
     for optimizer, its_state in zip(step.optimizers, state["optimizers"], strict=True):
         _refuse_different_shapes(optimizer, its_state)
     if step.rates is not None:
-        committed = torch.tensor(int(state["committed"]))
-        step.rates.cover(
-            int(state["attempted"]), committed
-        )  # a schedule may have ended; a longer table changes nothing
+        # A schedule may have ended; a longer table changes nothing.
+        step.rates.cover(int(state["attempted"]), torch.tensor(int(state["committed"])))
 
 
 def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
