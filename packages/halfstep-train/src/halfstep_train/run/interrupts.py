@@ -70,12 +70,12 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
             signal.signal(number, own)
 
 
-def raise_at_once(when: str = "before training began") -> AbstractContextManager[None]:
-    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a command with nothing to save cleans up."""
+def raise_at_once() -> AbstractContextManager[None]:
+    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a run with nothing to save cleans up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        raise Interrupted(f"stopped by {name} {when}; nothing was left behind", exit_code=128 + number)
+        raise Interrupted(f"stopped by {name} before training began; nothing was left behind", exit_code=128 + number)
 
     return _handle_signals([number for number in SIGNALS if number != signal.SIGINT], end)
 
