@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from halfstep.errors import ConfigError, DataError
-from halfstep_train.cli.completion import complete_precision, complete_run, complete_target, complete_target_or_run
+from halfstep_train.cli.completion import complete_run, complete_target
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show without training"
 
@@ -102,7 +102,7 @@ DEVICES = "auto, cpu, cuda, cuda:1, mps, xpu"
 TARGET, OR_RUN = "WORKLOAD|CONFIG.yaml KEY=VALUE", "WORKLOAD|CONFIG.yaml|RUN KEY=VALUE"
 USED, TRAINED = "What to use, then settings.", "What to train, then settings."
 Arguments = Annotated[list[str], typer.Argument(metavar=TARGET, help=USED, autocompletion=complete_target)]
-ArgumentsOrRun = Annotated[list[str], typer.Argument(metavar=OR_RUN, help=USED, autocompletion=complete_target_or_run)]
+ArgumentsOrRun = Annotated[list[str], typer.Argument(metavar=OR_RUN, help=USED, autocompletion=complete_target)]
 MaybeArguments = Annotated[
     list[str] | None, typer.Argument(metavar=TARGET, help=TRAINED, autocompletion=complete_target)
 ]
@@ -144,7 +144,7 @@ LEDGER = "Record the formats that steps really compute in, once per mode."
 WATCH = "Measure all modules every N steps; warn before an overflow."
 TRACKERS = "Trackers: tensorboard, wandb, mlflow, or several: wandb,mlflow."
 FLAGS: dict[str, Any] = {
-    "precision": _flag(str, PRECISIONS, panel=PRECISION, autocompletion=complete_precision),
+    "precision": _flag(str, PRECISIONS, panel=PRECISION),
     "mixed_precision": _flag(bool, MIXED, panel=PRECISION),
     "precision_type": _flag(str, "With --mixed-precision: bf16 or fp16.", panel=PRECISION),
     "bf16": _flag(bool, "Same as --precision bf16.", "--bf16", panel=PRECISION),

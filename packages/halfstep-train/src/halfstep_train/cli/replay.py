@@ -8,14 +8,11 @@ from typing import Annotated
 
 import typer
 
-from halfstep_train.cli.completion import complete_capsule
 from halfstep_train.cli.options import Json, Trust, UsedDevice, option
 
 
 def command(
-    capsule: Annotated[
-        Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.", autocompletion=complete_capsule)
-    ],
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
     device: UsedDevice = None,
     picture: Annotated[Path | None, option("Draw the value range of each module.", metavar="FILE.png")] = None,
     trust: Trust = False,
