@@ -200,10 +200,6 @@ def is_run(source: str) -> bool:
     return (Path(source) / "config.yaml").is_file()
 
 
-UNFINISHED = "unfinished.json"
-"""The file that an interrupted `halfstep predict` leaves in its folder, so that the same call can continue there."""
-
-
 def refuse_used_folder(out: Path) -> None:
     """Raise ConfigError if `out` exists, unless it is an empty folder."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
