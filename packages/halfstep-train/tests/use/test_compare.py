@@ -83,10 +83,9 @@ def test_rows_by_settings_are_judged_by_half_a_point_and_go_on_where_they_stood(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "c"
-    code, text, progress = run(capsys, MOONS, *SMALL, *TWO, "--seeds", "5", "--out", str(out), "--price", "2.5")
+    code, text, progress = run(capsys, MOONS, *SMALL, *TWO, "--seeds", "5", "--out", str(out))
     assert "2 rows x 5 seeds: 10 runs; the first run shows how long they take" in progress
     assert "margin 0.005 in accuracy: half a point" in text
-    assert "money/run" in text
     whole = json.loads((out / "comparison.json").read_text())
     # As if it had been interrupted after three runs: only the others are trained, and the same numbers come out.
     (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3]}))
@@ -172,20 +171,19 @@ def timed(row: str, seed: int, values: list[float], **more: Any) -> RunOutcome:
     return RunOutcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
 
 
-def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_it() -> None:
+def test_an_epochs_time_is_that_of_training() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, seed, [0.5]) for row in ("a", "b") for seed in range(3)]
-    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2, margin=0.05)
+    request = CompareRequest(target="x", overrides=(), rows=rows, margin=0.05)
     line = build_lines(Comparison(request=request, runs=runs))[0]
     assert (line.seconds_per_epoch, line.samples_per_s) == pytest.approx((0.4, 100))
-    assert line.money == pytest.approx(0.002)
     assert line.rate == pytest.approx(("samples/s", 100))
 
 
 def test_a_table_wider_than_the_terminal_is_split_and_not_cut() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("baseline", "everything else"))
     runs = [timed(row.name, seed, [0.5 + seed / 1e6], joules=123_456.0) for row in rows for seed in range(3)]
-    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2, margin=0.05)
+    request = CompareRequest(target="x", overrides=(), rows=rows, margin=0.05)
     comparison = Comparison(request=request, runs=runs, settings={row.name: {} for row in rows})
     console = Console(width=80, file=io.StringIO(), record=True)
     show_comparison(comparison, console)
@@ -194,25 +192,6 @@ def test_a_table_wider_than_the_terminal_is_split_and_not_cut() -> None:
     assert all(cell in said for cell in cells)
     assert max(map(len, said.splitlines())) <= 80
     assert said.count("everything else") == 2, "one row in each of two tables"
-
-
-def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table_is_read() -> None:
-    rows = (ComparedRow(name="a", overrides=("precision=fp32",)), ComparedRow(name="b", overrides=("precision=bf16",)))
-    request = CompareRequest(
-        target="unet", overrides=("data.image_size=32", "model.base_channels=4", "model.depth=1"), rows=rows
-    )
-
-    def largest(memory: int | None) -> int | None:
-        known = {} if memory is None else {"device_memory_bytes": memory}
-        on = {"device": "cuda:0 (A)", "steps_run": "eager", "precision": "fp32", **known}
-        runs = [timed("a", seed, [0.5], **on) for seed in range(5)]
-        return build_lines(Comparison(request=request, runs=runs))[0].largest_batch
-
-    small, large = largest(10**9), largest(2 * 10**9)
-    assert small is not None
-    assert large is not None
-    assert 1.5 * small < large
-    assert largest(None) is None  # stored without it
 
 
 def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_less_the_margin() -> None:
@@ -314,8 +293,8 @@ def test_a_budget_that_ended_can_be_raised(tmp_path: Path, capsys: pytest.Captur
     assert (code, "is spent (--resume with a larger --budget continues)" in text) == (1, True)
     run(capsys, "--resume", out)
     assert len(open_comparison(Path(out)).runs) == 1, "nothing was left to spend"
-    run(capsys, "--resume", out, "--budget", "0.02s", "--price", "3")
-    assert (open_comparison(Path(out)).request.budget_s, open_comparison(Path(out)).request.price) == (0.02, 3)
+    run(capsys, "--resume", out, "--budget", "0.02s")
+    assert open_comparison(Path(out)).request.budget_s == 0.02
 
 
 def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
