@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 def command(
     arguments: ArgumentsOrRun,
     target: Annotated[DryRunTarget, option("The format.")],
-    picture: Annotated[
-        Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
-    ] = None,
     every: Annotated[bool, option("Also show modules that fit.", "--all")] = False,
     trust: Trust = False,
     as_json: Json = False,
@@ -35,7 +31,7 @@ def command(
 
     Example:
 
-        halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
+        halfstep dry-run --target fp16 unet --data-dir data/carvana
     """
     from halfstep_train.run.folder import is_run, load_target
 
@@ -45,23 +41,12 @@ def command(
     from halfstep_train.use.observe_step import dry_run
 
     rows = dry_run(arguments[0], loaded, target, trust=trust)
-    if picture is not None:
-        from halfstep_train.report.picture_file import draw_heat_map
-
-        draw_heat_map([(row.module, row.kind, _compute_badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:
         typer.echo(json.dumps([_convert_row(row) for row in rows], indent=1))
     else:
         _show(rows, target, every=every)
     if any(row.is_bad and not row.is_saved for row in rows):
         raise typer.Exit(1)
-
-
-def _compute_badness(row: Judgement) -> float:
-    """Return a colour value: 0 for values far inside the format's range, up to 1 for values outside it."""
-    # Colour starts below 8 bits of headroom; a cell that loses a tenth of its values is almost fully coloured.
-    edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
-    return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
 
 def _convert_row(row: Judgement) -> dict[str, object]:
