@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Time a training step on this machine, per precision and mode, and compare with other tools. Needs no data.
 
-    One row per precision and mode: time, speedup, memory, energy, share of the arithmetic floor, loss, start-up time.
+    One row per precision and mode: time, speedup, memory, energy, loss, start-up time.
 
     Example:
 
@@ -81,7 +81,6 @@ def command(
         choose_default_modes,
         choose_default_precisions,
         load_bench_config,
-        refuse_too_large,
     )
 
     require_peers(peers)
@@ -99,8 +98,6 @@ def command(
         against=peers,
         schedule=make_schedule(num_steps, used),
     )
-    # Before anything is built: an allocation that is too large ends the process without an error.
-    refuse_too_large(config, request.precisions, request.modes, hardware)
     time_rows(hardware, build_problem(config, used), request, save, as_json=as_json)
 
 
@@ -142,21 +139,15 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep.disk import find_cache_directory
-    from halfstep.hardware.cache import measure_once
-    from halfstep.hardware.measure import measure
     from halfstep_train.bench.bench import bench, describe_circumstances, save_record, summarise_results
-    from halfstep_train.bench.problem import count_step_flops
     from halfstep_train.report.bench_view import show_bench
     from halfstep_train.report.console import open_result_console
 
     # Peers print to stdout, which belongs to the table or JSON.
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
-        with console.status("measuring matmuls") as status:
-            rated = measure_once(hardware, find_cache_directory(), measure)
-            flops = count_step_flops(problem)
-            about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
+        about = describe_circumstances(problem, request, hardware, shlex.join(["halfstep", *sys.argv[1:]]))
+        with console.status("") as status:
 
             def tell(row: str) -> None:
                 line = Text(f"measuring {row}")
@@ -164,7 +155,7 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
                 if not console.is_terminal:  # where a status is not shown
                     console.print(line, soft_wrap=True)
 
-            benched = bench(problem, request, rated, flops, tell)
+            benched = bench(problem, request, hardware, tell)
     record = about | summarise_results(benched)
     has_rows = any(row.is_measured for row in benched.rows)
     try:
