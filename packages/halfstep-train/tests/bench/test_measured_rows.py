@@ -360,5 +360,5 @@ def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="exists already|cannot be written"):
-        refuse_to_overwrite({"--save": tmp_path / name}, force=True)
+        refuse_to_overwrite(tmp_path / name, force=True)
     assert (tmp_path / "file").read_text() == "mine"

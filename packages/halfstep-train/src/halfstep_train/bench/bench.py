@@ -188,7 +188,7 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
         return row
     missing = explain_simulation(runner.config.precision, runner.hardware)
     simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
-    return replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
+    return replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks))
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:

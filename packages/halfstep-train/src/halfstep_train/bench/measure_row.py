@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 import torch
 
 from halfstep.backend_flags import read_flags, write_flags
-from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
+from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, summarise_error
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
@@ -49,7 +49,6 @@ class Row:
     """Milliseconds per step, one value per window."""
     samples_per_s: float | None = None
     peak_bytes: int | None = None
-    start_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     joules_per_sample: float | None = None
     loss: float | None = None
@@ -166,9 +165,7 @@ class StepTimer:
             self.pause()
         if self.count == self.schedule.warm_up:
             wait_for(self.device)
-            # Until now kernels were chosen and graphs captured.
-            self.start_peak_bytes = self._read_peak_bytes()
-            reset_peak(self.device)
+            reset_peak(self.device)  # until now kernels were chosen and graphs captured
             self._energy = EnergyMeter(self.device)
         # The first mark (at 0) is the start of the first window.
         timed = self.count - self.schedule.warm_up - self.schedule.ramp
@@ -213,10 +210,6 @@ def _measure_between(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-START_MATTERS = 1.05
-"""Report a start-up peak that exceeds the training peak by this factor."""
-
-
 def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
     """Measure this runner and return its row."""
     with isolate_row(problem.device):
@@ -253,21 +246,14 @@ def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause 
         precision=runner.precision,
         window_ms=ms,
         peak_bytes=found.peak_bytes,
-        start_peak_bytes=found.start_peak_bytes,
         reserved_bytes=found.reserved_bytes,
         joules_per_sample=found.joules_per_step / problem.samples if found.joules_per_step is not None else None,
         loss=loss,
         start_s=found.start_s,
         cache=found.cache,
         samples_per_s=problem.samples / statistics.median(ms) * 1e3,
-        remarks=tuple(_list_remarks(found.peak_bytes, found.start_peak_bytes)),
         clock_limits=found.clock_limits,
     )
-
-
-def _list_remarks(peak: int | None, start_peak: int | None) -> list[str]:
-    is_larger = peak and start_peak and start_peak > START_MATTERS * peak
-    return [f"start-up takes {format_bytes(start_peak)}"] if is_larger and start_peak else []
 
 
 # --- isolation of a row: flags, memory, compiled code, other users of the device ---

@@ -59,7 +59,8 @@ def command(
     """
     target, *overrides = arguments
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
-    refuse_to_overwrite({"--save": save}, force=force)
+    if save is not None:
+        refuse_to_overwrite(save, force=force)
     variants = [f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS]
     chosen_modes = split_choices(modes, "--modes", MODES)
     peers = split_choices(against, "--against", [*PEERS, *variants])

@@ -6,7 +6,7 @@ import functools
 import inspect
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -58,23 +58,17 @@ def _add_parameters(more: Iterable[inspect.Parameter], command: Command) -> Comm
     return command
 
 
-def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:
-    """Raise ConfigError for an output file that exists or cannot be written, before minutes of work are spent.
-
-    `paths` are the files by option. `force` is None for a command without --force.
-    """
-    for option, path in paths.items():
-        if path is None:
-            continue
-        if path.exists() and not (force and path.is_file()):
-            forcing = ", or add --force to overwrite it" if force is False else ""
-            raise ConfigError(f"{option} {path} exists already", fix=f"choose another name{forcing}")
-        try:  # permissions alone do not show read-only mounts and full disks
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            why = f"the folder {path.parent} cannot be written to: {error.strerror}"
-            fix = f"create it (mkdir -p {shlex.quote(str(path.parent))}), or choose a file in another folder"
-            raise ConfigError(f"{option} {path} cannot be written", why=why, fix=fix) from error
+def refuse_to_overwrite(path: Path, *, force: bool) -> None:
+    """Raise ConfigError if --save names a file that exists or cannot be written, before minutes of work are spent."""
+    if path.exists() and not (force and path.is_file()):
+        forcing = "" if force else ", or add --force to overwrite it"
+        raise ConfigError(f"--save {path} exists already", fix=f"choose another name{forcing}")
+    try:  # permissions alone do not show read-only mounts and full disks
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        why = f"the folder {path.parent} cannot be written to: {error.strerror}"
+        fix = f"create it (mkdir -p {shlex.quote(str(path.parent))}), or choose a file in another folder"
+        raise ConfigError(f"--save {path} cannot be written", why=why, fix=fix) from error
 
 
 def refuse_bad_run(run: Path, out: Path | None, data: Path | None = None) -> None:

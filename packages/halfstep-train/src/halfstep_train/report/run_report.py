@@ -28,7 +28,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from halfstep.disk import refuse_special_file
-from halfstep.errors import HalfstepError, format_count, make_printable, summarise_error
+from halfstep.errors import HalfstepError, format_count, format_duration, make_printable, summarise_error
 from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text
 from halfstep_train.report.listeners import Callbacks, Listener
 from halfstep_train.report.metrics_file import MetricsFile
@@ -264,8 +264,8 @@ class Bar:
 
     def _format_time(self, elapsed_s: float, steps_per_s: float) -> str:
         if self.is_over:
-            return f"in {format_time(elapsed_s)}"
-        return f"{format_time((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
+            return f"in {format_duration(elapsed_s)}"
+        return f"{format_duration((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the label, the bar and as many texts as fit the width."""
@@ -400,13 +400,6 @@ def format_rate(steps_per_s: float) -> str:
     if steps_per_s < 1:
         return f"{1 / steps_per_s:.1f} s/it"
     return f"{steps_per_s:.{1 if steps_per_s < 100 else 0}f} it/s"
-
-
-def format_time(seconds: float) -> str:
-    """Format `0:45` or `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 Level = Literal["info", "warning", "error"]

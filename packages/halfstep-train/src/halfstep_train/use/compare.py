@@ -1,7 +1,7 @@
 """`halfstep compare`: test whether rows of settings are equally good, and measure what each costs.
 
     runs     every row with paired seeds, seed by seed, until all are done or the budget is spent
-    table    time, memory, energy, final metric, verdict, time to the same quality
+    table    time, memory, energy, final metric, verdict
 
 Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
 """
@@ -303,16 +303,6 @@ def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunO
         too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
         # Another seed needs as much memory: do not try the row again.
         yield train_row(request, row, seed, place) if too_large is None else replace(too_large, seed=seed)
-
-
-def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
-    """Return when each run first reached the baseline's final quality minus the margin, in seconds; None: never."""
-    finals = comparison.finals
-    if not finals:
-        return []
-    sign = 1 if comparison.mode == "max" else -1
-    bar = sign * sum(finals) / len(finals) - comparison.margin
-    return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
 
 
 def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:

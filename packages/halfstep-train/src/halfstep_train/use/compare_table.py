@@ -20,7 +20,6 @@ from halfstep_train.use.compare import (
     Comparison,
     RunOutcome,
     find_differences,
-    measure_time_to_quality,
 )
 from halfstep_train.use.equivalence import RowVerdict
 
@@ -39,10 +38,6 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
     per_sample = _compute_median(alone, "trained_s", per="samples")
     key = find_rate_key(alone[0].summary) if alone else SAMPLES
     units_per_sample = 1.0 if key == SAMPLES else alone[0].summary[key] / alone[0].summary[SAMPLES]
-    is_simulated = any(run.summary.get("simulated") for run in runs)
-    times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
-    # The median over all seeds is infinite if half of them never reach the quality.
-    to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
     judged = "baseline" if verdict is None else str(verdict)
     judged += ", wide margin" if verdict is not None and verdict.word == "same" and comparison.is_wide else ""
     return TableLine(
@@ -56,8 +51,6 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
         samples_per_s=1 / per_sample if per_sample else None,
         memory_bytes=_compute_median(alone, "peak_memory_bytes"),
         joules=_compute_median(alone, "joules"),
-        seconds_to_same_quality=to_quality_s if math.isfinite(to_quality_s) else None,
-        seeds_that_never_reached_it=times.count(None),
         rate=(format_rate_unit(key), units_per_sample / per_sample) if per_sample else None,
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
@@ -159,8 +152,6 @@ class TableLine:
     samples_per_s: float | None
     memory_bytes: float | None
     joules: float | None
-    seconds_to_same_quality: float | None
-    seeds_that_never_reached_it: int
     rate: tuple[str, float] | None
     """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
     curves: Sequence[Sequence[tuple[int, float]]]
@@ -188,7 +179,6 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
     columns[metric] = [_format_spread(line.values) for line in lines]
     bounds = [line.difference for line in lines]
     columns["difference"] = ["" if one is None else f"{one[0]:+.2g} … {one[1]:+.2g}" for one in bounds]
-    columns["time to\nsame quality"] = [_format_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
     # Drop columns without any measurement.
     return {title: cells for title, cells in columns.items() if any(cells)}
@@ -223,10 +213,3 @@ def _format_spread(values: Sequence[float]) -> str:
         return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):#.4g} ± {deviation:.2g}"
-
-
-def _format_quality(line: TableLine) -> str:
-    never = line.seeds_that_never_reached_it
-    if line.seconds_to_same_quality is None:
-        return "not reached" if never else ""
-    return f"{line.seconds_to_same_quality:.1f} s" + (f" ({never} not)" if never else "")

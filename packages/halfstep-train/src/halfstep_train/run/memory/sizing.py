@@ -158,7 +158,6 @@ def _measure_limit(plan: Plan, num_ranks: int) -> int:
 class StepCost:
     """What a step needs: bytes independent of the batch, and bytes per sample."""
 
-    num_parameters: int
     fixed_bytes: int
     sample_bytes: int
     usable: float = USABLE_ON_CPU
@@ -198,11 +197,10 @@ def predict_step_cost(
     known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
     if key not in known:
         known[key] = MemoryPlanner(build_traceable_step(config, store), hardware)
-    step, found = known[key].step, known[key].predict(cell)
+    found = known[key].predict(cell)
     # One prediction is enough: fixed parts do not change, the others grow with the batch.
     by_batch = sum(found.components[name] for name in BY_BATCH)
     return StepCost(
-        num_parameters=step.num_parameters,
         fixed_bytes=found.total - by_batch,
         sample_bytes=max(1, by_batch // size),
         usable=USABLE if is_gpu else USABLE_ON_CPU,
