@@ -136,7 +136,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("unet", "--steps", "3"), "--steps 3 is too few"),
+        (("unet", "--steps", "3"), "--steps 3: must be greater than or equal to 10"),
         (("unet", "--modes", "eagre"), "unknown --modes 'eagre'"),
         (("unet", "--modes", ""), "--modes '' is empty"),
         (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate"),

@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 import torch
 
 from halfstep.backend_flags import read_flags, write_flags
-from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, summarise_error
+from halfstep.errors import HalfstepError, MemoryLimitError, summarise_error
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
@@ -93,8 +93,6 @@ class Row:
 
 
 NUM_WINDOWS = 5
-MIN_STEPS = 10
-"""Two per window: a single step varies too much."""
 
 PAUSE_AFTER = 3
 """Steps after which everything is compiled, well before the warm-up ends."""
@@ -123,12 +121,6 @@ class Schedule:
 
 def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
     """Split `timed_steps` into equal windows and drop the remainder."""
-    if timed_steps < MIN_STEPS:
-        raise ConfigError(
-            f"--steps {timed_steps} is too few to time",
-            why=f"{NUM_WINDOWS} windows are compared to measure how much the time varies",
-            fix=f"--steps {MIN_STEPS} or more",
-        )
     window = timed_steps // NUM_WINDOWS
     if device.type == "cuda":
         return Schedule(warm_up=10, ramp=2, window=window)

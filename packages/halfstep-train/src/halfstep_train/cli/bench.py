@@ -38,7 +38,7 @@ def command(
     ] = None,
     modes: Annotated[str | None, option("eager,compile,graph,auto; default: all that run here.", panel=WHAT)] = None,
     against: Annotated[str | None, option(PEER, panel=WHAT)] = None,
-    steps: Annotated[int | None, option("Timed steps per row: 100, on a CPU 20.", panel=WHAT)] = None,
+    steps: Annotated[int | None, option("Timed steps per row: 100, on a CPU 20.", panel=WHAT, min=10)] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT, callback=refuse_unknown_device)] = None,
     strict: Strict = None,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,

@@ -46,7 +46,7 @@ def command(
             "Rows by settings instead of precisions; several may follow.", "--rows", metavar='"NAME: KEY=VALUE ..."'
         ),
     ] = None,
-    seeds: Annotated[int, option("Paired seeds of every row, at least 5.")] = 8,
+    seeds: Annotated[int, option("Paired seeds of every row.", min=5)] = 8,
     margin: Annotated[
         float | None,
         option(
@@ -112,7 +112,7 @@ def _refuse_bad_call(context: typer.Context, target: str, overrides: list[str], 
     from halfstep_train.workloads import load
 
     given = context.params
-    refuse_bad_rows([name for name, _ in rows], given["seeds"], given["margin"])
+    refuse_bad_rows([name for name, _ in rows], given["margin"])
     load(target, overrides=_split_arguments(given["arguments"])[1])  # refuses two that disagree; a row's replace them
     for _, settings in rows:
         last = {override.split("=", 1)[0]: override for override in (*overrides, *settings)}

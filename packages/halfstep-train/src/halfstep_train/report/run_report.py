@@ -58,6 +58,10 @@ class UsedRun:
         """Return `bf16 on cuda:0`."""
         return f"{self.precision}{' (simulated)' if self.simulated else ''} on {self.device}"
 
+    def to_json(self) -> str:
+        """Return all fields as JSON."""
+        return dump_json(asdict(self))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(UsedRun):
@@ -78,10 +82,6 @@ class EvaluationResult(UsedRun):
     hint: str = ""
     """Advice derived from the scores, if any."""
     files: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Return all fields as JSON."""
-        return dump_json(asdict(self))
 
 
 def show_evaluation(found: EvaluationResult, console: Console) -> None:
