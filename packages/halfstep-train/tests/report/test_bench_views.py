@@ -12,7 +12,6 @@ from halfstep_train.report.bench_view import format_digits, show_bench
 
 NOTHING: dict[str, Any] = {
     "reason": "",
-    "simulated": False,
     "remarks": [],
     "window_ms": [],
     "joules_per_sample": None,
@@ -65,7 +64,7 @@ RECORD: dict[str, Any] = {
         measured("eager", "fp32", 246.6),
         measured("graph", "bf16", 25.1, cache="warm", remarks=["graph: the fastest"]),
         measured("tuned", "bf16", 26.0, name="lightning", cache="cold"),
-        measured("eager", "fp8", 900.0, simulated=True, remarks=["simulated: no speed"], speedup_fp32=None),
+        measured("eager", "fp8", 900.0, speedup_fp32=None),
         {**NOTHING, "name": "halfstep", "variant": "graph", "precision": "fp8", "reason": "out of memory: no"},
     ],
 }
@@ -88,7 +87,6 @@ def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     assert said.startswith("unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0")
     assert "not measured: halfstep graph fp8: out of memory: no" in said
     assert "halfstep graph bf16: graph: the fastest" in said
-    assert "halfstep eager fp8: simulated: no speed" in said
     assert "warning: the GPU is in use by others" in said
     assert "compared with halfstep eager fp32 within 10%" in said
 

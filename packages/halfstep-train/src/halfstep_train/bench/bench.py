@@ -18,7 +18,6 @@ from halfstep import __version__
 from halfstep.disk import write_atomically
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
-from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.prefetching import prefetch
@@ -88,7 +87,6 @@ class BenchRequest:
 
 LATE = "no time was left to measure it"
 STOPPED = "stopped by Ctrl-C"
-EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +143,7 @@ def conclude(rows: Sequence[Row], *, busy: str = "", repeated: Row | None = None
         speedups: dict[str, Any] = {f"speedup_{name}": base.ms / row.ms for name, base in bases.items()}
         return replace(row, **speedups)
 
-    rows = [compare(row) if row.has_speed else row for row in rows]
+    rows = [compare(row) if row.is_measured else row for row in rows]
     # Eager fp32 if measured, else the first measured row.
     reference = find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
     warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
@@ -161,19 +159,15 @@ def conclude(rows: Sequence[Row], *, busy: str = "", repeated: Row | None = None
 def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) -> Iterator[Runner | Row]:
     """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
     for precision in request.precisions:
-        # A format that the hardware lacks is simulated, which only eager mode can do.
-        asked = problem.config.precision.model_copy(update={"default": precision})
-        simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
+        missing = explain_lack(precision, hardware)
         for mode in request.modes:
-            if mode == "graph" and problem.device.type != "cuda":
-                yield make_unmeasured_row("halfstep", mode, precision, "needs CUDA")
-            elif simulate and mode in ("compile", "graph"):
-                yield make_unmeasured_row("halfstep", mode, precision, EAGER_ONLY.format(precision))
+            if reason := missing or ("needs CUDA" if mode == "graph" and problem.device.type != "cuda" else ""):
+                yield make_unmeasured_row("halfstep", mode, precision, reason)
             else:
-                yield HalfstepRunner(problem, precision, mode, hardware, simulate=simulate)
+                yield HalfstepRunner(problem, precision, mode, hardware)
         for peer in request.against:
             try:
-                if missing := explain_lack(precision, hardware):
+                if missing:
                     raise HardwareError(missing)
                 yield from list_peers([peer], problem, precision)
             except (HardwareError, PrecisionError) as error:
@@ -186,15 +180,13 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
     row = measure_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
-    missing = explain_simulation(runner.config.precision, runner.hardware)
-    simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
-    return replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks))
+    return replace(row, remarks=tuple(runner.remarks))
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
     """Return the row that speedups over this precision refer to: halfstep eager if measured."""
     # False sorts first: prefer halfstep's rows, and of these the eager one.
-    there = [row for row in rows if row.precision == precision and row.has_speed]
+    there = [row for row in rows if row.precision == precision and row.is_measured]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
 
 
@@ -234,12 +226,9 @@ class HalfstepRunner:
 
     name = "halfstep"
 
-    def __init__(
-        self, problem: Problem, precision: str, mode: BenchMode, hardware: Hardware, *, simulate: bool
-    ) -> None:
+    def __init__(self, problem: Problem, precision: str, mode: BenchMode, hardware: Hardware) -> None:
         self.problem, self.precision, self.variant, self.hardware = problem, precision, str(mode), hardware
-        self.simulated = simulate
-        self.config = set_mode(set_precision(problem.config, precision, simulate=simulate), mode)
+        self.config = set_mode(set_precision(problem.config, precision), mode)
         self.remarks: list[str] = []
         """Notices of the run while it trained."""
         self._plan: Plan | None = None

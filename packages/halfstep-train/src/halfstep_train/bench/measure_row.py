@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
@@ -42,8 +42,6 @@ class Row:
     variant: str
     precision: str
     reason: str = ""
-    simulated: bool = False
-    """True if the format's numerics are simulated: the time does not show the speed of the format."""
     remarks: tuple[str, ...] = ()
     window_ms: tuple[float, ...] = ()
     """Milliseconds per step, one value per window."""
@@ -67,10 +65,6 @@ class Row:
     @property
     def is_measured(self) -> bool:
         return bool(self.window_ms)
-
-    @property
-    def has_speed(self) -> bool:
-        return self.is_measured and not self.simulated
 
     @property
     def ms(self) -> float:
@@ -130,19 +124,18 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 class StepTimer:
     """Time the steps of a row: a runner calls it after each one. Memory is None on a CPU."""
 
-    window_s: tuple[float, ...] = ()
-    """Seconds per step, one value per window."""
-
-    def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
+    def __init__(self, schedule: Schedule, device: torch.device, samples: int, pause: Pause | None = None) -> None:
         """Start the clock of a row.
 
         `pause` is called once, early in the warm-up: a benchmark that alternates between processes waits there.
         """
-        self.schedule, self.device, self.pause = schedule, device, pause
+        self.schedule, self.device, self.samples, self.pause = schedule, device, samples, pause
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
         self.count = 0
         self.marks: list[Mark] = []
+        self.measured: dict[str, Any] = {}
+        """Fields of the row."""
         reset_peak(device)
 
     def __call__(self) -> None:
@@ -150,9 +143,8 @@ class StepTimer:
         self.count += 1
         if self.count == 1:
             wait_for(self.device)
-            self.start_s = time.perf_counter() - self.began
             # At the first step: a capture, steps later, compiles further kernels.
-            self.cache = self._compilers.get_state()
+            self.measured |= {"start_s": time.perf_counter() - self.began, "cache": self._compilers.get_state()}
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
         if self.count == self.schedule.warm_up:
@@ -166,11 +158,6 @@ class StepTimer:
         if self.count == self.schedule.steps:
             self._end()
 
-    def get_finished(self) -> Self:
-        """Return the timer once all steps are done."""
-        assert self.count == self.schedule.steps, f"the runner made {self.count} of {self.schedule.steps} steps"
-        return self
-
     def _mark(self) -> Mark:
         if self.device.type != "cuda":
             wait_for(self.device)
@@ -179,22 +166,27 @@ class StepTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _read_peak_bytes(self) -> int | None:
-        # A process keeps memory that earlier rows freed: on a CPU each row would look larger than the one before.
-        return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
-
     def _end(self) -> None:
         """Read memory, energy and times of the row.
 
         This happens in the call after the last step, because later the runner frees its CUDA graphs and their memory.
         """
-        self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
+        limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
-        joules = self._energy.read_joules()
-        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
-        self.peak_bytes = self._read_peak_bytes()  # while training, with a graph's memory
-        self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
-        self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
+        joules, num_samples = self._energy.read_joules(), self.samples * (self.schedule.steps - self.schedule.warm_up)
+        each_ms = 1e3 / self.schedule.window
+        window_ms = tuple(each_ms * _measure_between(a, b) for a, b in itertools.pairwise(self.marks))
+        on_cpu = self.device.type == "cpu"
+        self.measured |= {
+            "window_ms": window_ms,
+            "samples_per_s": self.samples / statistics.median(window_ms) * 1e3,
+            # While training, with a graph's memory. A process keeps memory that earlier rows freed: on a CPU each row
+            # would look larger than the one before.
+            "peak_bytes": None if on_cpu else get_peak_memory_bytes(self.device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None,
+            "joules_per_sample": None if joules is None else joules / num_samples,
+            "clock_limits": limits,
+        }
 
 
 def _measure_between(start: Any, end: Any) -> float:
@@ -228,24 +220,10 @@ def describe_failure(error: Exception) -> str:
 
 def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
     """Train the schedule's steps with a timer and build the row from it."""
-    timer = StepTimer(schedule, problem.device, pause)
+    timer = StepTimer(schedule, problem.device, problem.samples, pause)
     loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
-    found = timer.get_finished()
-    ms = tuple(1e3 * seconds for seconds in found.window_s)
-    return Row(
-        name=runner.name,
-        variant=runner.variant,
-        precision=runner.precision,
-        window_ms=ms,
-        peak_bytes=found.peak_bytes,
-        reserved_bytes=found.reserved_bytes,
-        joules_per_sample=found.joules_per_step / problem.samples if found.joules_per_step is not None else None,
-        loss=loss,
-        start_s=found.start_s,
-        cache=found.cache,
-        samples_per_s=problem.samples / statistics.median(ms) * 1e3,
-        clock_limits=found.clock_limits,
-    )
+    assert timer.count == schedule.steps, f"the runner made {timer.count} of {schedule.steps} steps"
+    return Row(name=runner.name, variant=runner.variant, precision=runner.precision, loss=loss, **timer.measured)
 
 
 # --- isolation of a row: flags, memory, compiled code, other users of the device ---

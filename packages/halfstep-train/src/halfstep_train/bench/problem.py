@@ -206,6 +206,10 @@ def load_bench_config(
             why="a benchmark times steps of one batch",
             fix="leave it at 1; a step that accumulates N batches takes about N times as long",
         )
+    if config.precision.simulate:
+        raise ConfigError(
+            "precision.simulate=true cannot be timed", why="a simulation shows numerics, not speed", fix="leave it out"
+        )
     if against:
         _refuse_what_peers_lack(config)
     return config.replace(data={"dir": None}) if makes_data else config
@@ -236,9 +240,9 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
             )
 
 
-def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
+def set_precision(config: RunConfig, precision: str) -> RunConfig:
     """Set the precision without fallback: a row must not show the time of another precision."""
-    return config.replace(precision={"default": precision, "strict": not simulate, "simulate": simulate})
+    return config.replace(precision={"default": precision, "strict": True})
 
 
 def set_mode(config: RunConfig, mode: BenchMode) -> RunConfig:

@@ -70,7 +70,7 @@ def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
-        "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
+        "precision": [row["precision"] for row in rows],
         "ms/step": format_each("ms", significant=4),
         "windows": [f"{format_digits(row['ms_min'], 4)}–{format_digits(row['ms_max'], 4)}" for row in rows],
         f"{unit['name']}s/s": format_each("samples_per_s", unit["per_sample"], significant=4),
