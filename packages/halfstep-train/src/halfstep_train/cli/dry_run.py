@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 def command(
     arguments: ArgumentsOrRun,
     target: Annotated[DryRunTarget, option("The format.")],
-    every: Annotated[bool, option("Also show modules that fit.", "--all")] = False,
     trust: Trust = False,
     as_json: Json = False,
     **settings: Any,
@@ -44,7 +43,7 @@ def command(
     if as_json:
         typer.echo(json.dumps([_convert_row(row) for row in rows], indent=1))
     else:
-        _show(rows, target, every=every)
+        _show(rows, target)
     if any(row.is_bad and not row.is_saved for row in rows):
         raise typer.Exit(1)
 
@@ -55,8 +54,8 @@ def _convert_row(row: Judgement) -> dict[str, object]:
     return {**shown, "headroom_bits": headroom}
 
 
-def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
-    """Print the modules that do not fit, or all of them, and a summary."""
+def _show(rows: list[Judgement], target: str) -> None:
+    """Print the modules that do not fit, and a summary."""
     from halfstep_train.report.console import make_rows_table, open_result_console
 
     console = open_result_console()
@@ -70,7 +69,7 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
             row.remedy,
         )
         for row in rows
-        if every or row.is_bad
+        if row.is_bad
     ]
     if cells:
         console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
