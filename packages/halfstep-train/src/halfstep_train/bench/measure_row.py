@@ -133,7 +133,7 @@ class StepTimer:
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
         self.count = 0
-        self.marks: list[Mark] = []
+        self.marks: list[Any] = []  # each a Mark
         self.measured: dict[str, Any] = {}
         """Fields of the row."""
         reset_peak(device)
@@ -175,7 +175,9 @@ class StepTimer:
         wait_for(self.device)
         joules, num_samples = self._energy.read_joules(), self.samples * (self.schedule.steps - self.schedule.warm_up)
         each_ms = 1e3 / self.schedule.window
-        window_ms = tuple(each_ms * _measure_between(a, b) for a, b in itertools.pairwise(self.marks))
+        pairs = itertools.pairwise(self.marks)
+        windows_s = (b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairs)
+        window_ms = tuple(each_ms * seconds for seconds in windows_s)
         on_cpu = self.device.type == "cpu"
         self.measured |= {
             "window_ms": window_ms,
@@ -187,11 +189,6 @@ class StepTimer:
             "joules_per_sample": None if joules is None else joules / num_samples,
             "clock_limits": limits,
         }
-
-
-def _measure_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks of the same kind."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:

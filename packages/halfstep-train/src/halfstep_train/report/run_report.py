@@ -174,7 +174,7 @@ class Predictions(UsedRun):
 def show_predictions(made: Predictions, console: Console) -> None:
     """Print one row per file, then where the results are and how many files failed."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
-    rows = [_make_printable({"file": answer.file, **answer.brief}) for answer in answers]
+    rows = [{"file": answer.file, **answer.brief} for answer in answers]
     if rows:
         table = make_columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
         for column in table.columns:
@@ -187,12 +187,6 @@ def show_predictions(made: Predictions, console: Console) -> None:
     console.print(Text(f"\n{format_count(len(made.answers), 'file')} {how}"), soft_wrap=True)
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
-
-
-def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
-    }
 
 
 # --- progress bars ---

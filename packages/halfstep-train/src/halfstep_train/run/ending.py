@@ -87,7 +87,11 @@ def finish_run(loop: Loop, folder: RunFolder, monitor: Monitor, energy: EnergyMe
         joules = energy.read_joules()
         write_summary(folder, loop, joules)
         busy = describe_gpu_use(monitor, loop.waiting, loop.journal.elapsed_s, loop.engine.mode)
-        _track_files(folder, loop.journal.report)
+        if loop.journal.report.trackers:
+            write_atomically(folder.report / "report.html", render_runs([read_run(folder.path)]))
+            files = [folder.config, folder.plan, folder.metrics]
+            files += [folder.report / name for name in ("summary.json", "report.html")]
+            loop.journal.report.add_files(files)
         show_summary(folder, loop, data, joules, busy)
 
 
@@ -169,16 +173,6 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
 
 
 # --- report/summary.json, and what trackers get ---
-
-
-def _track_files(folder: RunFolder, report: RunReport) -> None:
-    """Send config, plan, records and the HTML report to the trackers."""
-    if not report.trackers:
-        return
-    page = render_runs([read_run(folder.path)])
-    write_atomically(folder.report / "report.html", page)
-    files = [folder.config, folder.plan, folder.metrics, folder.report / "summary.json", folder.report / "report.html"]
-    report.add_files([file for file in files if file.is_file()])
 
 
 def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
