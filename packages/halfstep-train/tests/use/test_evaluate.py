@@ -128,7 +128,7 @@ def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path
     assert first != second
     assert {first.parent, second.parent} == {unet / "report"}
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         evaluated(unet, out=tmp_path)
     masks = tmp_path / "other" / "masks"
     shutil.copytree(unet / "data", tmp_path / "other")

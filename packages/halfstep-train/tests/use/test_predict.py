@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from halfstep.errors import ConfigError, DataError, Interrupted
+from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import Answer, Bar, Predictions
 from halfstep_train.use.evaluate import choose_plan, load_weights, open_run, wrap_trained
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_after_the_current_file_and_keeps_what_is_written(unet: Path
     assert stopped.value.what == f"stopped by Ctrl-C: 3 of {num} predictions are written to {out}"
     assert stopped.value.exit_code == 130
     assert len(list((out / "masks").iterdir())) == len(list((out / "overlays").iterdir())) == 3
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         predicted(unet, unet / "data" / "imgs", out=out)
 
 
@@ -202,5 +202,5 @@ def test_a_second_ctrl_c_names_the_folder_that_may_have_half_a_file(unet: Path, 
     with press_ctrl_c(after=2), press_ctrl_c(after=2), pytest.raises(Interrupted, match=said) as stopped:
         predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
     assert stopped.value.fix == f"remove {tmp_path / 'out'}, or name another folder with --out"
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")

@@ -107,7 +107,7 @@ def command(
 
 def _refuse_bad_call(context: typer.Context, target: str, overrides: list[str], rows: list[Row]) -> None:
     """Raise for an unknown target, missing data, bad rows and folders that cannot be used, before torch is imported."""
-    from halfstep_train.run.folder import RunFolder, refuse_missing_paths
+    from halfstep_train.run.folder import refuse_missing_paths, refuse_used_folder
     from halfstep_train.use.equivalence import refuse_bad_rows
     from halfstep_train.workloads import load
 
@@ -118,7 +118,7 @@ def _refuse_bad_call(context: typer.Context, target: str, overrides: list[str], 
         last = {override.split("=", 1)[0]: override for override in (*overrides, *settings)}
         refuse_missing_paths(load(target, overrides=list(last.values())).config)
     if given["out"] is not None:
-        RunFolder.refuse_unusable(given["out"])
+        refuse_used_folder(given["out"])
 
 
 def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:

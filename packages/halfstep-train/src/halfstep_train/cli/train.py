@@ -102,12 +102,12 @@ def command(
     new_folder = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with new_folder as folder, stop_after(timeout):
         if resume is None:
-            from halfstep_train.run.folder import RunFolder, refuse_missing_paths
+            from halfstep_train.run.folder import refuse_missing_paths, refuse_used_folder
 
             refuse_missing_paths(loaded.config)
             # One of several ranks may find the folder that another one has just made, or that a restart continues.
             if folder is not None and launch is None:
-                RunFolder.refuse_unusable(folder)
+                refuse_used_folder(folder)
         if gpus is not None:
             start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
         from halfstep_train.run.train import train
