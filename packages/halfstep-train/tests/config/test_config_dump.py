@@ -1,4 +1,4 @@
-"""A stored config loads back to the very same config; the JSON schema fits what files say."""
+"""A stored config loads back to the very same config."""
 
 from __future__ import annotations
 
