@@ -55,7 +55,6 @@ RECORD: dict[str, Any] = {
     },
     "window_steps": 20,
     "steps": 112,
-    "memory": "peak of torch's tensors",
     "loss_reference": "halfstep eager fp32",
     "loss_bound": 0.1,
     "speedup_bases": {"fp32": "halfstep eager fp32", "tf32": "plain tuned tf32"},

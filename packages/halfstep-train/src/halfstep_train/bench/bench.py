@@ -298,7 +298,6 @@ def describe_circumstances(problem: Problem, request: BenchRequest, hardware: Ha
         "sample_size": KINDS.of(problem.config.workload).describe_sample_size(problem.config),
         "steps": request.schedule.steps,
         "window_steps": request.schedule.window,
-        "memory": explain_memory(hardware),
     }
 
 
@@ -355,13 +354,6 @@ def collect_versions(hardware: Hardware, against: Sequence[str]) -> dict[str, st
     }
     peers = sorted({parse_peer_name(peer) for peer in against} & MODULES.keys())
     return found | {name: importlib.metadata.version(name) for name in peers}
-
-
-def explain_memory(hardware: Hardware) -> str:
-    """Explain what the memory column counts."""
-    if hardware.kind == "cpu":
-        return "not counted on a CPU: a process keeps the memory of earlier rows, so later ones would look larger"
-    return "peak of torch's tensors while training, including captured graphs; reserved: all that torch reserved"
 
 
 def save_record(found: Record, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from halfstep.formats import DryRunTarget
 from halfstep_train.cli.options import ArgumentsOrRun, Json, Trust, add_flags, option
+from halfstep_train.report.console import dump_json, make_rows_table, open_result_console
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
@@ -41,23 +41,17 @@ def command(
 
     rows = dry_run(arguments[0], loaded, target, trust=trust)
     if as_json:
-        typer.echo(json.dumps([_convert_row(row) for row in rows], indent=1))
+        shown = ("module", "kind", "verdict", "lost", "remedy", "headroom_bits")
+        found = [{name: getattr(row, name) for name in shown} for row in rows]
+        typer.echo(dump_json(found))
     else:
         _show(rows, target)
     if any(row.is_bad and not row.is_saved for row in rows):
         raise typer.Exit(1)
 
 
-def _convert_row(row: Judgement) -> dict[str, object]:
-    headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
-    shown = {name: getattr(row, name) for name in ("module", "kind", "verdict", "lost", "remedy")}
-    return {**shown, "headroom_bits": headroom}
-
-
 def _show(rows: list[Judgement], target: str) -> None:
     """Print the modules that do not fit, and a summary."""
-    from halfstep_train.report.console import make_rows_table, open_result_console
-
     console = open_result_console()
     cells = [
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from rich.table import Table
 from halfstep.disk import is_folder_locked
 from halfstep.errors import format_bytes, suggest_command
 from halfstep_train.cli.completion import complete_run
-from halfstep_train.report.console import make_pairs_table
+from halfstep_train.report.console import dump_json, make_pairs_table
 from halfstep_train.report.page.read_run import SAMPLES, RunRecord, describe_progress, format_rate_unit
 
 
@@ -34,14 +33,13 @@ def command(
     from rich.live import Live
     from rich.text import Text
 
-    from halfstep_train.report.metrics_file import replace_non_finite
     from halfstep_train.report.page.read_run import read_run
 
     record, console = read_run(run), Console()
     facts = collect_facts(record)
     table = build_table(record, facts)
     if wants_json:
-        return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
+        return typer.echo(dump_json(facts))
     # A live display needs a terminal, and an ended run does not change.
     if once or not console.is_terminal or is_over(record):
         return console.print(table)

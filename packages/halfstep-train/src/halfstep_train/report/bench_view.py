@@ -95,8 +95,7 @@ def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[s
         "loss": f"after {format_count(record['steps'], 'step')} on one random batch, compared with "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
     }
-    lines = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
-    return [*lines, f"memory: {record['memory']}"]
+    return [f"{name}: {meanings[name]}" for name in columns if name in meanings]
 
 
 def _format_label(row: Record) -> str:
