@@ -37,7 +37,7 @@ from halfstep.hardware.probe import probe
 from halfstep_train.bench.bench import bench, conclude, describe_circumstances, summarise_results
 from halfstep_train.bench.measure_row import Row
 from halfstep_train.bench.peers import require_peers
-from halfstep_train.bench.problem import FAST
+from halfstep_train.bench.problem import FAST, count_step_flops
 from halfstep_train.report.bench_view import show_bench
 from recording import RESULTS, command, store
 from speed_cases import CASES, TABLE, Case, config_of, problem_of, request_of, row_requests
@@ -136,10 +136,11 @@ def measured(
 ) -> dict[str, Any]:
     """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the baseline."""
     problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
-    benched = bench(problem, request, hardware, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
+    flops = count_step_flops(problem)
+    benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
     if benched.is_stopped:
         raise KeyboardInterrupt
-    said = describe_circumstances(problem, request, hardware, command())
+    said = describe_circumstances(problem, request, hardware, flops, command())
     found = {**said, **summarise_results(benched), "title": case.title}
     if baseline is not None:
         found["baseline"] = measured(dataclasses.replace(baseline, against=()), modes, hardware, deadline)["rows"]
@@ -152,17 +153,19 @@ def measured_in_turn(
     """The same of all cases, a process for each row; a case is given out once its last row is there."""
     rows: dict[str, list[Row]] = {name: [] for name in cases}
 
-    def known(case: Case) -> dict[str, Any]:
+    def known(case: Case) -> tuple[dict[str, Any], int]:
         problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
-        return describe_circumstances(problem, request, hardware, command())
+        flops = count_step_flops(problem)
+        return describe_circumstances(problem, request, hardware, flops, command()), flops
 
     with ThreadPoolExecutor(1) as background:  # while the rows compile
         before = {name: background.submit(known, case) for name, case in cases.items()}
         for name, row in rows_in_turn(cases, modes, hardware, at_once=at_once, deadline=deadline):
             rows[name].append(row)
             if len(rows[name]) == len(row_requests(cases[name], modes)):
-                said = before[name].result()
-                yield name, {**said, **summarise_results(conclude(rows[name])), "title": cases[name].title}
+                said, flops = before[name].result()
+                benched = conclude(rows[name], flops, hardware)
+                yield name, {**said, **summarise_results(benched), "title": cases[name].title}
 
 
 def stored_parts(folder: str | None, hardware: Hardware) -> dict[str, Any]:

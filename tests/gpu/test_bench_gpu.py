@@ -12,7 +12,7 @@ import torch
 from halfstep.hardware.probe import probe
 from halfstep_train.bench.bench import LOSS_BOUND, BenchRequest, HalfstepRunner, bench
 from halfstep_train.bench.measure_row import Row, Schedule, StepTimer, find_other_users, measure_row, read_clock_limits
-from halfstep_train.bench.problem import Problem, build_problem, load_bench_config
+from halfstep_train.bench.problem import Problem, build_problem, count_step_flops, load_bench_config
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def rows() -> dict[str, Row]:
     problem = unet(8)
     modes = ("eager", "compile", "graph")
     request = BenchRequest(precisions=("fp32", "bf16"), modes=modes, schedule=SHORT)
-    found = bench(problem, request, probe("cuda"), tell=print)
+    found = bench(problem, request, probe("cuda"), count_step_flops(problem), tell=print)
     return {row.label: row for row in found.rows}
 
 

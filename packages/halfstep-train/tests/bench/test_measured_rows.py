@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -18,7 +19,9 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.errors import ConfigError, HardwareError
+from halfstep.errors import ConfigError, HardwareError, MemoryLimitError
+from halfstep.hardware.device_facts import Hardware, Measurement
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
 from halfstep_train.bench.bench import (
     BenchRequest,
@@ -42,8 +45,10 @@ from halfstep_train.bench.measure_row import (
     make_schedule,
     measure_row,
 )
-from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config
+from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config, refuse_too_large
 from halfstep_train.cli.options import refuse_to_overwrite
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.memory.sizing import StepCost, predict_step_cost
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)
@@ -187,7 +192,7 @@ def test_a_bench_has_a_row_for_each_precision_and_mode_and_says_why_one_is_missi
     told: list[str] = []
     request = BenchRequest(precisions=("fp32", "fp8"), modes=("eager", "graph"), schedule=SHORT)
     hardware = probe("cpu")
-    found = bench(problem, request, hardware, tell=told.append)
+    found = bench(problem, request, hardware, flops=10**9, tell=told.append)
     rows = {row.label: row for row in found.rows}
     assert list(rows) == ["halfstep eager fp32", "halfstep graph fp32", "halfstep eager fp8", "halfstep graph fp8"]
     assert rows["halfstep graph fp32"].reason == "needs CUDA"
@@ -211,8 +216,17 @@ def test_a_mode_that_could_not_run_is_no_row_of_that_mode(problem: Problem, monk
 
 def test_auto_says_which_mode_it_took(problem: Problem) -> None:
     request = BenchRequest(precisions=("fp32",), modes=("auto",), schedule=SHORT)
-    [row] = bench(problem, request, probe("cpu"), tell=lambda _: None).rows
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert row.remarks[0].startswith("eager: trials are for CUDA")
+
+
+def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:
+    rate = Measurement(op="matmul", format="fp32", tflops=2.0, error=0.0, speedup=1.0)
+    hardware = dataclasses.replace(probe("cpu"), measurements=(rate,))
+    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT)
+    [row] = bench(problem, request, hardware, flops=4 * 10**9, tell=lambda _: None).rows
+    assert row.floor_ms == pytest.approx(2.0)
+    assert row.floor_share == pytest.approx(2.0 / row.ms)
 
 
 def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
@@ -259,11 +273,45 @@ def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:
 
 def test_a_format_that_the_device_lacks_is_not_timed_and_the_row_gives_the_reason(problem: Problem) -> None:
     request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT)
-    [row] = bench(problem, request, probe("cpu"), tell=lambda _: None).rows
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert not row.is_measured
     assert "no tf32" in row.reason
     with pytest.raises(ConfigError, match="precision.simulate=true cannot be timed"):
         load_bench_config("unet", (*TINY, "precision.simulate=true"), {"batch_size": 2}, small=True)
+
+
+# --- what cannot fit a CPU's memory is refused, and nothing that can ---
+
+STORE = {"channels": 3, "num_classes": 2, "image_size": 32}
+
+
+def config(*words: str) -> RunConfig:
+    return load_bench_config("unet", words, {"batch_size": 2, "image_size": 32}, small=True)
+
+
+def cpu(free_bytes: int) -> Hardware:
+    return Hardware(kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_free_bytes=free_bytes)
+
+
+@functools.cache
+def cost(*words: str) -> StepCost:
+    return predict_step_cost(config(*words), STORE, cpu(0), "fp32")
+
+
+def test_what_fits_to_the_byte_is_not_refused_and_a_byte_less_is_with_what_would_fit() -> None:
+    found = cost()
+    refuse_too_large(config(), ("fp32", "bf16"), ("eager",), cpu(found.predict_bytes(2)))
+    with pytest.raises(MemoryLimitError, match="unet at batch size 2 needs") as refused:
+        refuse_too_large(config(), ("bf16", "fp32"), ("eager",), cpu(found.predict_bytes(2) - 1))
+    assert refused.value.fix.startswith("--batch-size 1 or less")
+    with pytest.raises(MemoryLimitError) as refused:
+        refuse_too_large(config(), ("fp32",), ("eager",), cpu(found.fixed_bytes - 1))
+    assert refused.value.fix.startswith("a smaller model")
+
+
+def test_activations_count_only_where_all_of_them_are_kept() -> None:
+    refuse_too_large(config(), ("fp32",), ("compile",), cpu(cost().fixed_bytes))
+    refuse_too_large(config("train.memory=low"), ("fp32",), ("eager",), cpu(cost().fixed_bytes))
 
 
 # --- the timer leaves out the warm-up ---
@@ -298,7 +346,7 @@ def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **other
 def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
     rows = [row("compile", "fp32", 50.0), row("eager", "fp32", 100.0), row("eager", "tf32", 60.0)]
     rows.append(row("graph", "bf16", 10.0))
-    found = {r.label: r for r in conclude(rows).rows}
+    found = {r.label: r for r in conclude(rows, flops=1, hardware=look_up_gpu("h200")).rows}
     fast = found["halfstep graph bf16"]
     assert (fast.speedup_fp32, fast.speedup_tf32) == (10.0, 6.0)
     assert found["halfstep compile fp32"].speedup_fp32 == 2.0
@@ -306,10 +354,10 @@ def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
 
 def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
     rows = [row("auto", "fp32", 50.0), row("graph", "bf16", 10.0), row("tuned", "tf32", 20.0, name="plain")]
-    found = conclude(rows)
+    found = conclude(rows, flops=1, hardware=look_up_gpu("h200"))
     assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
     assert summarise_results(found)["speedup_bases"] == found.bases
-    assert conclude(rows[1:2]).bases == {}
+    assert conclude(rows[1:2], flops=1, hardware=look_up_gpu("h200")).bases == {}
 
 
 def test_a_loss_far_from_eager_fp32_is_warned_of_and_a_near_one_is_not() -> None:

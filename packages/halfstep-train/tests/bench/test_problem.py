@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep_train.bench.problem import (
     Problem,
     build_problem,
     build_random_workload,
+    count_step_flops,
     load_bench_config,
 )
 
@@ -50,3 +53,16 @@ def test_peers_see_the_numbers_that_halfstep_sees_in_a_contiguous_layout(workloa
     image = problem.prepare(problem.host_batch)["image"]
     torch.testing.assert_close(image, expected, rtol=0, atol=0)
     assert image.is_contiguous()
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_counted_arithmetic_is_what_forward_and_backward_need(workload: str) -> None:
+    problem = small_problem(workload)
+    own = build_random_workload(problem.config)
+    batch = own.prepare(problem.host_batch, key=(0, 0), training=True)
+    # The FLOP counter does not know the CPU's fused attention: use the unfused one.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        own.forward(own.model, batch)
+    expected = 3 * counter.get_total_flops()  # backward: one product for the input's gradient, one for the weight's
+    # The estimate also counts a gradient of the image, which is not computed.
+    assert 0.8 * expected < count_step_flops(problem) <= 1.001 * expected

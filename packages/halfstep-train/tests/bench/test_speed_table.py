@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 def row(name: str, variant: str, ms: float, peak_gb: float) -> dict[str, Any]:
     windows = (ms, ms * 0.99, ms * 1.01)
-    known = {"window_ms": windows, "peak_bytes": int(peak_gb * 1e9), "loss": 0.7}
+    known = {"window_ms": windows, "peak_bytes": int(peak_gb * 1e9), "loss": 0.7, "floor_ms": 10.0}
     return Row(name=name, variant=variant, precision="bf16", joules_per_sample=1.5, **known).to_dict()
 
 

@@ -20,6 +20,9 @@ TINY = ("unet", "data.image_size=16", "model.base_channels=2", "model.depth=1", 
 FP32 = (*TINY, "--precisions", "fp32", "--modes", "eager", "--device", "cpu")
 
 
+pytestmark = pytest.mark.usefixtures("known_rates")
+
+
 def exit_code(*words: str) -> int:
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *words])
@@ -101,6 +104,7 @@ def test_json_alone_is_on_standard_output_and_files_are_written(
     found = json.loads(capsys.readouterr().out)
     [row] = found["rows"]
     assert row["ms_min"] <= row["ms"] <= row["ms_max"]
+    assert row["floor_share"] > 0
     assert found["versions"]["torch"]
     assert found["command"].startswith("halfstep")
     assert json.loads(saved.read_text()) == found
@@ -150,3 +154,10 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*words, "--device", "cpu") == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_no_memory_could_hold_is_refused_before_it_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("unet", "model.base_channels=8192", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert "error: unet at batch" in said
+    assert "fix: a smaller model, or --device cuda" in said

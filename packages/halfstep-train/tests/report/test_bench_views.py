@@ -32,6 +32,7 @@ def measured(variant: str, precision: str, ms: float, name: str = "halfstep", **
         "samples_per_s": 8e3 / ms,
         "peak_bytes": 6_290_000_000,
         "reserved_bytes": 7_000_000_000,
+        "floor_share": 11.7 / ms,
         "loss": 1.234567,
         "start_s": 12.34,
         "speedup_fp32": 246.6 / ms,
@@ -77,7 +78,7 @@ def shown(record: dict[str, Any], width: int = 200) -> str:
 
 def test_the_table_has_every_number_of_a_row() -> None:
     line = next(line for line in shown(RECORD).splitlines() if line.startswith("halfstep   graph") and "25.1" in line)
-    words = ["25.10", "24.85–25.85", "318.7", "9.82", "3.63", "6.29", "7.00", "1.235", "12.3 warm"]
+    words = ["25.10", "24.85–25.85", "318.7", "9.82", "3.63", "6.29", "7.00", "47%", "1.235", "12.3 warm"]
     assert all(word in line for word in words), line
 
 

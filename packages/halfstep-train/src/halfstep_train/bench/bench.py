@@ -1,4 +1,4 @@
-"""Measure the rows of a benchmark one after the other, and compare them: speedups, loss, drift."""
+"""Measure the rows of a benchmark one after the other, and compare them: speedups, floor, loss, drift."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ from halfstep_train.bench.problem import (
     Problem,
     Runner,
     build_random_workload,
+    compute_floor_ms,
     set_mode,
     set_precision,
 )
@@ -108,8 +109,8 @@ class BenchResult:
         return any(row is not None and row.reason == STOPPED for row in (*self.rows, self.repeated))
 
 
-def bench(problem: Problem, request: BenchRequest, hardware: Hardware, tell: Tell) -> BenchResult:
-    """Measure the requested rows."""
+def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
+    """Measure the requested rows; `hardware` has the matmul rates that turn `flops` into the floor."""
     busy = find_other_users(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
@@ -132,16 +133,18 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, tell: Tel
             first = runner
     # Did the machine change meanwhile?
     repeated = measure(first, " again") if first is not None and not reason and not request.is_late else None
-    return conclude(rows, busy=busy, repeated=repeated)
+    return conclude(rows, flops, hardware, busy=busy, repeated=repeated)
 
 
-def conclude(rows: Sequence[Row], *, busy: str = "", repeated: Row | None = None) -> BenchResult:
-    """Add speedups and warnings to the measured rows."""
+def conclude(
+    rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
+) -> BenchResult:
+    """Add floor, speedups and warnings to the measured rows."""
     bases = {name: base for name in BASES if (base := find_baseline(rows, name))}
 
     def compare(row: Row) -> Row:
         speedups: dict[str, Any] = {f"speedup_{name}": base.ms / row.ms for name, base in bases.items()}
-        return replace(row, **speedups)
+        return replace(row, floor_ms=compute_floor_ms(flops, hardware, row.precision), **speedups)
 
     rows = [compare(row) if row.is_measured else row for row in rows]
     # Eager fp32 if measured, else the first measured row.
@@ -158,13 +161,14 @@ def conclude(rows: Sequence[Row], *, busy: str = "", repeated: Row | None = None
 
 def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) -> Iterator[Runner | Row]:
     """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
+    unmeasured = replace(hardware, measurements=())  # so that formats that are slow here are timed too
     for precision in request.precisions:
-        missing = explain_lack(precision, hardware)
+        missing = explain_lack(precision, unmeasured)
         for mode in request.modes:
             if reason := missing or ("needs CUDA" if mode == "graph" and problem.device.type != "cuda" else ""):
                 yield make_unmeasured_row("halfstep", mode, precision, reason)
             else:
-                yield HalfstepRunner(problem, precision, mode, hardware)
+                yield HalfstepRunner(problem, precision, mode, unmeasured)
         for peer in request.against:
             try:
                 if missing:
@@ -285,7 +289,9 @@ VERSION = 1
 Record = dict[str, Any]
 
 
-def describe_circumstances(problem: Problem, request: BenchRequest, hardware: Hardware, command: str) -> Record:
+def describe_circumstances(
+    problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, command: str
+) -> Record:
     """Return everything the rows depend on, known before the first one is measured."""
     return {
         "bench": VERSION,
@@ -293,7 +299,7 @@ def describe_circumstances(problem: Problem, request: BenchRequest, hardware: Ha
         "date": time.strftime("%Y-%m-%d"),
         "device": hardware.name,
         "versions": collect_versions(hardware, request.against),
-        "problem": describe_problem(problem),
+        "problem": describe_problem(problem, flops),
         "unit": asdict(problem.unit),
         "sample_size": KINDS.of(problem.config.workload).describe_sample_size(problem.config),
         "steps": request.schedule.steps,
@@ -314,7 +320,7 @@ def summarise_results(benched: BenchResult) -> Record:
     }
 
 
-def describe_problem(problem: Problem) -> dict[str, Any]:
+def describe_problem(problem: Problem, flops: int) -> dict[str, Any]:
     """Return what is trained: the facts of the title, and every setting."""
     config = problem.config
     threads = {"threads": torch.get_num_threads()} if problem.device.type == "cpu" else {}
@@ -326,6 +332,7 @@ def describe_problem(problem: Problem) -> dict[str, Any]:
         "clip_norm": config.train.clip_norm,
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
         "reduced": find_reduced_settings(config),
+        "flops": flops,
         "config": dump_values(config),
         **threads,
     }

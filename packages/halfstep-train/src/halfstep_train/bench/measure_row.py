@@ -49,6 +49,7 @@ class Row:
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     joules_per_sample: float | None = None
+    floor_ms: float | None = None
     loss: float | None = None
     start_s: float | None = None
     cache: str = ""
@@ -76,6 +77,10 @@ class Row:
         """Return the slowest window minus the fastest, in milliseconds."""
         return max(self.window_ms) - min(self.window_ms)
 
+    @property
+    def floor_share(self) -> float | None:
+        return self.floor_ms / self.ms if self.is_measured and self.floor_ms is not None else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, including the values derived from the windows."""
         values = dataclasses.asdict(self)
@@ -83,6 +88,7 @@ class Row:
             values["loss"] = None  # JSON has no NaN; a warning reports it
         if self.is_measured:
             values |= {"ms": self.ms, "ms_min": min(self.window_ms), "ms_max": max(self.window_ms)}
+            values["floor_share"] = self.floor_share
         return values
 
 

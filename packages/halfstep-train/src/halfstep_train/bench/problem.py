@@ -14,8 +14,9 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.ladder import explain_lack
 from halfstep.step.batches import count_samples
@@ -26,6 +27,7 @@ from halfstep_train.config.schema import RunConfig, ScalerConfig
 from halfstep_train.data.loader import Key
 from halfstep_train.report.config_view import format_setting
 from halfstep_train.run.assemble import build_workload, provide_data
+from halfstep_train.run.memory.sizing import predict_step_cost
 from halfstep_train.tune.trials import load_first_batch
 from halfstep_train.workloads import KINDS, load
 from halfstep_train.workloads.base.kind import Kind, Unit, load_part
@@ -59,6 +61,8 @@ class Problem:
     """Optimizer steps per iteration; a peer's loop makes one."""
     unit: Unit = Unit()
     """What throughput counts."""
+    holds_tensors: bool = False
+    """True if the loss reads further tensors on the device (frozen modules, scheduled values)."""
 
 
 class Runner(Protocol):
@@ -120,6 +124,7 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
         samples=samples,
         num_phases=max(len(workload.phases), 1),
         unit=kind.make_unit(config, workload.store),
+        holds_tensors=bool(workload.frozen or workload.values),
     )
 
 
@@ -143,6 +148,56 @@ def _choose_preparation(kind: Kind, workload: Workload, device: torch.device) ->
     if kind.synthetic is not None and kind.synthetic.peer_prepare is not None:
         return load_part(kind.synthetic.peer_prepare)(device)
     return lambda batch: workload.prepare_batch(batch, key=Key.for_training(0, 0), training=True)
+
+
+MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
+"""Name of a precision's format in the measurements, if it differs."""
+
+
+def count_step_flops(problem: Problem) -> int:
+    """Count the FLOPs of matmuls, convolutions and attention, forward and backward.
+
+    Uses meta tensors if only the model computes. Returns 0 for a workload with several phases: its training arithmetic
+    differs from that of its validation loss.
+    """
+    if problem.num_phases > 1:
+        return 0
+    place = problem.device if problem.holds_tensors else torch.device("meta")
+    received = {name: tensor.to(problem.device) for name, tensor in problem.host_batch.items()}
+    prepared = {name: tensor.to(place) for name, tensor in problem.prepare(received).items()}
+    model = problem.make_model().to(place).train()
+    with FlopCounterMode(display=False) as counter:
+        problem.loss(model, prepared).backward()
+    return int(counter.get_total_flops())
+
+
+def compute_floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
+    """Return the shortest step this arithmetic allows; None if the format's rate was not measured."""
+    measured = hardware.find_measurement("matmul", MATMUL_FORMAT.get(precision, precision))
+    return flops / (measured.tflops * 1e9) if flops and measured else None
+
+
+def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], hardware: Hardware) -> None:
+    """Raise MemoryLimitError if the largest row would need more than the free memory of a CPU."""
+    free_bytes, synthetic = hardware.memory_free_bytes, KINDS.of(config.workload).synthetic
+    if hardware.kind != "cpu" or free_bytes is None or synthetic is None:
+        return
+    precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
+    cost = predict_step_cost(config, synthetic.make_store(config), hardware, precision)
+    batch_size = config.train.batch_size
+    # Compiled or recomputing rows may keep fewer activations than counted.
+    keeps_activations = "eager" in modes and config.train.memory != "low"
+    needed = cost.predict_bytes(batch_size if keeps_activations else 0)
+    if needed <= free_bytes:
+        return
+    fits = (free_bytes - cost.fixed_bytes) // cost.sample_bytes
+    raise MemoryLimitError(
+        f"{config.workload} at batch size {batch_size} needs at least {format_bytes(needed)}, and this machine has "
+        f"{format_bytes(free_bytes)} of free memory",
+        why=f"{format_bytes(cost.fixed_bytes)} for parameters, gradients and optimizer, "
+        f"{format_bytes(cost.sample_bytes)} per sample; the OS would kill the benchmark",
+        fix=f"{f'--batch-size {fits} or less' if fits > 0 else 'a smaller model'}, or --device cuda where there is one",
+    )
 
 
 BenchMode = Literal["eager", "compile", "graph", "auto"]

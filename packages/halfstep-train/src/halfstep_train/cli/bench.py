@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Time a training step on this machine, per precision and mode, and compare with other tools. Needs no data.
 
-    One row per precision and mode: time, speedup, memory, energy, loss, start-up time.
+    One row per precision and mode: time, speedup, memory, energy, share of the arithmetic floor, loss, start-up time.
 
     Example:
 
@@ -81,6 +81,7 @@ def command(
         choose_default_modes,
         choose_default_precisions,
         load_bench_config,
+        refuse_too_large,
     )
 
     require_peers(peers)
@@ -98,6 +99,8 @@ def command(
         against=peers,
         schedule=make_schedule(num_steps, used),
     )
+    # Before anything is built: an allocation that is too large ends the process without an error.
+    refuse_too_large(config, request.precisions, request.modes, hardware)
     time_rows(hardware, build_problem(config, used), request, save, as_json=as_json)
 
 
@@ -139,7 +142,11 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     from rich.console import Console
     from rich.text import Text
 
+    from halfstep.disk import find_cache_directory
+    from halfstep.hardware.cache import measure_once
+    from halfstep.hardware.measure import measure
     from halfstep_train.bench.bench import bench, describe_circumstances, save_record, summarise_results
+    from halfstep_train.bench.problem import count_step_flops
     from halfstep_train.report.bench_view import show_bench
     from halfstep_train.report.console import open_result_console
 
@@ -150,8 +157,11 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
         def tell(row: str) -> None:
             console.print(Text(f"measuring {row}"), soft_wrap=True)
 
-        about = describe_circumstances(problem, request, hardware, shlex.join(["halfstep", *sys.argv[1:]]))
-        benched = bench(problem, request, hardware, tell)
+        tell("matmuls")
+        rated = measure_once(hardware, find_cache_directory(), measure)
+        flops = count_step_flops(problem)
+        about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
+        benched = bench(problem, request, rated, flops, tell)
     record = about | summarise_results(benched)
     has_rows = any(row.is_measured for row in benched.rows)
     try:

@@ -79,6 +79,7 @@ def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]
         "peak GB": format_each("peak_bytes", 1e-9),
         "reserved": format_each("reserved_bytes", 1e-9),
         f"J/{unit['name']}": format_each("joules_per_sample", 1 / unit["per_sample"]),
+        "of floor": [NOTHING if row["floor_share"] is None else f"{row['floor_share']:.0%}" for row in rows],
         "loss": format_each("loss", significant=4),
         "start s": [f"{format_digits(row['start_s'])} {row['cache']}".rstrip() for row in rows],
     }
