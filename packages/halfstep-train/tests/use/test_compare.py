@@ -82,9 +82,10 @@ def test_rows_by_settings_are_judged_by_half_a_point_and_go_on_where_they_stood(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "c"
-    code, text, progress = run(capsys, MOONS, *SMALL, *TWO, "--seeds", "5", "--out", str(out))
+    code, text, progress = run(capsys, MOONS, *SMALL, *TWO, "--seeds", "5", "--out", str(out), "--price", "2.5")
     assert "2 rows x 5 seeds: 10 runs; the first run shows how long they take" in progress
     assert "margin 0.005 in accuracy: half a point" in text
+    assert "money/run" in text
     whole = json.loads((out / "comparison.json").read_text())
     # As if it had been interrupted after three runs: only the others are trained, and the same numbers come out.
     (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3]}))
@@ -170,12 +171,13 @@ def timed(row: str, seed: int, values: list[float], **more: Any) -> RunOutcome:
     return RunOutcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
 
 
-def test_an_epochs_time_is_that_of_training() -> None:
+def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_it() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, seed, [0.5]) for row in ("a", "b") for seed in range(3)]
-    request = CompareRequest(target="x", overrides=(), rows=rows, margin=0.05)
+    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2, margin=0.05)
     line = build_lines(Comparison(request=request, runs=runs))[0]
     assert (line.seconds_per_epoch, line.samples_per_s) == pytest.approx((0.4, 100))
+    assert line.money == pytest.approx(0.002)
     assert line.rate == pytest.approx(("samples/s", 100))
 
 
@@ -272,8 +274,8 @@ def test_a_budget_that_ended_can_be_raised(tmp_path: Path, capsys: pytest.Captur
     assert (code, "is spent (--resume with a larger --budget continues)" in text) == (1, True)
     run(capsys, "--resume", out)
     assert len(open_comparison(Path(out)).runs) == 1, "nothing was left to spend"
-    run(capsys, "--resume", out, "--budget", "0.02s")
-    assert open_comparison(Path(out)).request.budget_s == 0.02
+    run(capsys, "--resume", out, "--budget", "0.02s", "--price", "3")
+    assert (open_comparison(Path(out)).request.budget_s, open_comparison(Path(out)).request.price) == (0.02, 3)
 
 
 def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

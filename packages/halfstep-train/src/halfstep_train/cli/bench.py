@@ -157,8 +157,8 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
         def tell(row: str) -> None:
             console.print(Text(f"measuring {row}"), soft_wrap=True)
 
-        tell("matmuls")
-        rated = measure_once(hardware, find_cache_directory(), measure)
+        with console.status("measuring matmuls"):
+            rated = measure_once(hardware, find_cache_directory(), measure)
         flops = count_step_flops(problem)
         about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
         benched = bench(problem, request, rated, flops, tell)

@@ -27,7 +27,7 @@ from halfstep_train.cli.options import (
 if TYPE_CHECKING:
     from halfstep_train.use.compare import Comparison
 
-FREE = ("budget", "at_once", "as_json")
+FREE = ("budget", "at_once", "price", "as_json")
 """Options that may change with --resume, because they do not change what is compared."""
 Row = tuple[str, list[str]]
 """Name and overrides of a row."""
@@ -54,6 +54,7 @@ def command(
         ),
     ] = None,
     budget: Annotated[str | None, option("Stop after this total time: 90s, 30m, 8h.", metavar="30m")] = None,
+    price: Annotated[float | None, option("Price of one device hour.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
     strict: Strict = None,
     out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,
@@ -79,7 +80,7 @@ def command(
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
     # Not part of what is compared, so --resume may change them.
-    how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once}
+    how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once, "price": price}
     if resume is not None:
         folder, comparison = resume, _reopen(resume, context, how)
     else:

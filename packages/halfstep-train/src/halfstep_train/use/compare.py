@@ -1,7 +1,7 @@
 """`halfstep compare`: test whether rows of settings are equally good, and measure what each costs.
 
     runs     every row with paired seeds, seed by seed, until all are done or the budget is spent
-    table    time, memory, energy, final metric, verdict
+    table    time, memory, energy, money, final metric, verdict
 
 Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
 """
@@ -79,6 +79,8 @@ class CompareRequest:
     """Largest difference that counts as the same; None: half a point, or 1 % of a loss."""
     budget_s: float | None = None
     at_once: int = 1
+    price: float | None = None
+    """Price of one device hour."""
     best: bool = False
     """Judge each run by its best validation instead of its last one."""
 

@@ -35,7 +35,8 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
     runs, paired = comparison.select_outcomes(row), comparison.select_paired(row)
     # The times and memory of runs in parallel or in a simulated format mean nothing.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
-    per_sample = _compute_median(alone, "trained_s", per="samples")
+    seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
+    price = comparison.request.price
     key = find_rate_key(alone[0].summary) if alone else SAMPLES
     units_per_sample = 1.0 if key == SAMPLES else alone[0].summary[key] / alone[0].summary[SAMPLES]
     judged = "baseline" if verdict is None else str(verdict)
@@ -51,6 +52,7 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
         samples_per_s=1 / per_sample if per_sample else None,
         memory_bytes=_compute_median(alone, "peak_memory_bytes"),
         joules=_compute_median(alone, "joules"),
+        money=None if price is None or seconds is None else price * seconds / 3600,
         rate=(format_rate_unit(key), units_per_sample / per_sample) if per_sample else None,
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
@@ -152,6 +154,7 @@ class TableLine:
     samples_per_s: float | None
     memory_bytes: float | None
     joules: float | None
+    money: float | None
     rate: tuple[str, float] | None
     """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
     curves: Sequence[Sequence[tuple[int, float]]]
@@ -175,6 +178,7 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
         rate: [_format_number(line.rate and line.rate[1]) for line in lines],
         "memory": [format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "" for line in lines],
         "J/run": [_format_number(line.joules) for line in lines],
+        "money/run": [_format_number(line.money) for line in lines],
     }
     columns[metric] = [_format_spread(line.values) for line in lines]
     bounds = [line.difference for line in lines]
