@@ -107,7 +107,7 @@ ROWS += HELD_OUT
 def config_of(row: Row) -> RunConfig:
     target, *overrides = row.words.split()
     config = load_bench_config(target, overrides, {}, small=False)
-    return set_mode(set_precision(config, row.precision, simulate=False), row.mode)
+    return set_mode(set_precision(config, row.precision), row.mode)
 
 
 def predicted(row: Row) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_the_examples_of_every_help_text_parse(name: str) -> None:
 def test_every_training_that_is_shown_has_a_valid_config(
     shown: Shown, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # `--schema FILE` writes
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         main([*words, "--show-config", "--json"])
     assert not stopped.value.code, capsys.readouterr().err

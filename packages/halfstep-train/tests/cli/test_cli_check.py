@@ -77,8 +77,6 @@ def test_another_version_of_the_package_refuses_only_this_command(words: list[st
     [
         "workload: unet\ntrain: {epochz: 3}\n",
         "workload: unet\ntrain: {epochs: many}\n",
-        "workload: unet\nglobals: {a: " + "x" * 1000 + ", b: '" + "${globals.a}" * 99 + "', c: '" + "${globals.b}" * 99
-        + "'}\ndata: {dir: '${globals.c}'}\n",
     ],
 )  # fmt: skip
 def test_an_own_config_that_train_refuses_is_refused_in_the_same_words(

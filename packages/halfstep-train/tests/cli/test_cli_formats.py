@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from command_line import run_command
@@ -40,18 +38,8 @@ def test_values_are_shown_one_by_one_with_their_fate(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("argv", [("-3.5",), ("--", "-3.5"), ("1", "-1e-8", "-3.5", "-inf")])
 def test_negative_numbers_are_numbers_and_not_flags(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
-    out, _ = output_of(capsys, "--json", *argv)
-    assert json.loads(out).keys() == {word for word in argv if word != "--"}
-
-
-def test_json_says_the_same_to_a_script(capsys: pytest.CaptureFixture[str]) -> None:
-    fates = json.loads(output_of(capsys, "70000", "nan", "--json")[0])
-    assert fates["70000"]["fp16"] == {"result": "inf", "fate": "overflow", "relative_error": None}
-    assert fates["70000"]["fp32"] == {"result": 70000.0, "fate": "exact", "relative_error": 0.0}
-    assert fates["nan"]["bf16"]["result"] == "nan"
-    table = json.loads(output_of(capsys, "--json")[0])
-    assert table["fp8_e4m3"]["largest"] == 448
-    assert list(table) == list(FORMATS)
+    out, _ = output_of(capsys, *argv)
+    assert {word for word in argv if word != "--"} <= set(out.split("\n"))
 
 
 @pytest.mark.parametrize("word", ["foo", "--foo", "1,5"])

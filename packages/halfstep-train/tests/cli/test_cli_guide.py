@@ -48,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes little memory: a trace takes seconds, and is no part of what is asked and answered."""
-    cheap = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**6)
+    cheap = StepCost(fixed_bytes=12 * 10**6, sample_bytes=10**6)
     monkeypatch.setattr("halfstep_train.guide.guide.predict_step_cost", lambda *given: cheap)
 
 

@@ -28,7 +28,7 @@ def test_masks_are_written_and_told_of(unet: Path, tmp_path: Path, capsys: pytes
     assert len(list((tmp_path / "out" / "masks").iterdir())) == 100
     code, text, error = run_command(capsys, *arguments)
     assert (code, text) == (2, "")
-    assert "exists already" in error
+    assert "already exists" in error
 
 
 def test_classes_come_as_table_and_json(resnet: Path, capsys: pytest.CaptureFixture[str]) -> None:

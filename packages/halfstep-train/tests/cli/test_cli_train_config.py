@@ -1,4 +1,4 @@
-"""`halfstep train` from argv to a config: flags, --show-config, --schema, and mistakes without a traceback."""
+"""`halfstep train` from argv to a config: flags, --show-config, and mistakes without a traceback."""
 
 from __future__ import annotations
 
@@ -80,17 +80,6 @@ def test_show_config_prints_each_value_with_its_source_and_what_was_overridden(c
     assert "train.seed = 0  (default)" in out
     assert "overridden: train.epochs = 3 (train.epochs=3) overrides 50 (preset fast)" in out
     assert "\nglobals = {}" in out
-
-
-def test_the_schema_is_written_once_and_never_over_a_file(capsys: Capture, tmp_path: Path) -> None:
-    path = tmp_path / "unet.schema.json"
-    assert halfstep("train", "unet", "--schema", str(path)) == 0
-    assert json.loads(path.read_text())["title"] == "UNetConfig"
-    path.write_text("mine")
-    assert halfstep("train", "unet", "--schema", str(path)) == 2
-    assert path.read_text() == "mine"
-    assert "exists already" in capsys.readouterr().err
-    assert halfstep("train", "unet", "--schema", str(tmp_path / "no" / "folder.json")) == 2
 
 
 def stored_run(path: Path, config: RunConfig, decided: dict[str, list[Any]] | None = None) -> None:

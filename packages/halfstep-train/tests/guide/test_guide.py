@@ -43,7 +43,7 @@ from tiny_radio import write_tiny_demo
 CPU = Hardware(
     kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_total_bytes=8 * 2**30, support={"fp32": "native"}
 )
-CHEAP = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**8)
+CHEAP = StepCost(fixed_bytes=12 * 10**6, sample_bytes=10**8)
 
 
 def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
@@ -217,7 +217,6 @@ def test_counted_memory_is_near_that_of_real_tensors() -> None:
 
 def test_memory_of_the_reference_unet_is_near_what_hooks_counted() -> None:
     cost = predict_step_cost(config("unet"), {"num_classes": 2, "channels": 3, "image_size": 512}, CPU, "fp32")
-    assert cost.num_parameters == 31_037_698
     # Not all gradients are there when memory is highest.
     assert 31_037_698 * 12 <= cost.fixed_bytes <= 31_037_698 * 16.1
     # The hooks count what forward saves; the peak lies in backward, where gradients of activations come on top.

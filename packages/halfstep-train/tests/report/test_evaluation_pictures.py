@@ -15,7 +15,6 @@ from PIL import Image
 from rich.console import Console
 
 from halfstep.errors import CheckpointError
-from halfstep_train.report.picture_file import MOST, choose_modules, draw_ranges
 from halfstep_train.report.run_report import EvaluationResult, show_evaluation
 from halfstep_train.workloads.classification.evaluate import draw_confusion
 
@@ -57,30 +56,12 @@ def test_of_many_classes_the_worst_are_shown_and_all_are_in_the_json() -> None:
     assert (len(document["classes"]), document["metrics"]) == (100, {"loss": None, "top1": 0.5})
 
 
-# --- ranges along a network ---
-
-
-def test_of_many_modules_the_one_at_fault_and_the_largest_are_shown_in_order(tmp_path: Path) -> None:
-    forward = [(f"layer.{k}", 1e-6, float(k + 1)) for k in range(2 * MOST)]
-    rows = {"forward": forward, "backward": [("layer.3", 1e-9, 1e-3)]}
-    names = choose_modules(rows, "layer.3")
-    assert names == ["layer.3", *(f"layer.{k}" for k in range(MOST + 1, 2 * MOST))]
-    draw_ranges(rows, "fp16", tmp_path / "ranges.png", at="layer.3")
-    assert (tmp_path / "ranges.png").stat().st_size > 10_000
-
-
-def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(CheckpointError, match="cannot write"):
-        draw_ranges({"forward": [("layer", 0.5, 1.0)]}, "fp16", tmp_path / "file" / "ranges.png")
-
-
 def test_drawing_does_not_import_pyplot(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from halfstep_train.report.picture_file import draw_heat_map
-draw_heat_map([("layer", "weights", 0.5)], "title", Path({str(tmp_path / "heat.png")!r}))
+from halfstep_train.report.picture_file import make_figure, save_figure
+save_figure(make_figure((2, 2)), Path({str(tmp_path / "figure.png")!r}))
 sys.exit("matplotlib.pyplot" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

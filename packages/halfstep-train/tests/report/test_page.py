@@ -6,19 +6,15 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
 from halfstep_train.cli.main import main
 from halfstep_train.report.page.read_run import read_run
 from halfstep_train.report.page.render import MOST_POINTS, build_charts
-from halfstep_train.run.folder import RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -76,17 +72,6 @@ def test_several_runs_stand_side_by_side_with_what_differs_marked(tmp_path: Path
     assert "<h1>halfstep: slow, quick</h1>" in text
     assert "<tr class=differs><td>optimizer.lr</td><td>0.0001</td><td>0.01</td>" in text
     assert "quick validation" in text
-
-
-def test_memory_is_what_the_step_is_predicted_to_take(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run")
-    RunFolder(run).write_plan(replace(decide("fp32", probe("cpu")), mode="eager"))
-    words = (str(run), "--out", str(tmp_path / "page.html"))
-    small = "model: {base_channels: 2, depth: 1}\ndata: {image_size: 16}\ntrain: {batch_size: 2}\n"
-    (run / "config.yaml").write_text(f"workload: unet\n{small}")
-    assert re.search("<td>activations</td>", page(*words))
-    (run / "config.yaml").write_text("workload: stacked_moons:KIND\n")
-    assert "Not predicted: the run uses custom code" in page(*words)
 
 
 def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Path) -> None:

@@ -153,13 +153,13 @@ def bar_at(done: int, total: int, *, step_s: float, label: str = "Epoch 1/100 [T
 def test_the_bar_shows_count_rate_fields_and_time_left() -> None:
     line = drawn(bar_at(50, 150, step_s=0.3), 120)
     assert line.startswith("Epoch 1/100 [Train] ━━━━━━━━")
-    assert line.endswith(" 50/150 0:30 left bf16 loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 4.8 GB")
+    assert line.endswith(" 50/150 30 s left bf16 loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 4.8 GB")
 
 
 def test_at_80_columns_the_least_important_fields_go_first() -> None:
     line = drawn(bar_at(150, 150, step_s=0.3), 80)
     assert "\n" not in line
-    assert "150/150 0:00 left bf16 loss 0.234 iou 0.654 3.3 it/s" in line
+    assert "150/150 0 s left bf16 loss 0.234 iou 0.654 3.3 it/s" in line
     assert "GB" not in line
 
 
@@ -199,9 +199,9 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
     for _ in range(10):
         clock.now_s += 1.0
         bar.advance()
-    assert bar.format_parts() == ["11/21", "0:10 left", "", "1.0 it/s"]
+    assert bar.format_parts() == ["11/21", "10 s left", "", "1.0 it/s"]
     bar.is_over = True
-    assert bar.format_parts() == ["11/21", "in 1:10", "", "1.0 it/s"]
+    assert bar.format_parts() == ["11/21", "in 1 min", "", "1.0 it/s"]
 
 
 def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> None:
@@ -212,10 +212,10 @@ def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> 
             bar.advance({"loss": "0.5"})
     assert lines == [
         "Epoch 1/2 [Train] 0/100",
-        "Epoch 1/2 [Train] 30/100 1:10 left loss 0.5 1.0 it/s",
-        "Epoch 1/2 [Train] 60/100 0:40 left loss 0.5 1.0 it/s",
-        "Epoch 1/2 [Train] 90/100 0:10 left loss 0.5 1.0 it/s",
-        "Epoch 1/2 [Train] 100/100 in 1:40 loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 30/100 1 min left loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 60/100 40 s left loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 90/100 10 s left loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 100/100 in 2 min loss 0.5 1.0 it/s",
     ]
 
 
@@ -225,7 +225,7 @@ def test_a_pass_that_is_summarised_afterwards_adds_a_line_to_a_log_file_only_aft
         for _ in range(400):
             clock.now_s += 1.0
             bar.advance({"loss": "0.5"})
-    assert lines == ["Epoch 1/2 300/400 1:40 left loss 0.5 1.0 it/s"]
+    assert lines == ["Epoch 1/2 300/400 2 min left loss 0.5 1.0 it/s"]
 
 
 def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:

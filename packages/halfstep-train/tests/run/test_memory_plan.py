@@ -275,16 +275,6 @@ def test_the_effective_batch_stays_exactly_where_it_is_not_a_multiple_of_what_fi
     assert (fit.largest_batch, fit.batch_size, fit.accumulate) == (4, 2, 5)
 
 
-@pytest.mark.slow  # traces eight levels
-def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> None:
-    config = gpt2.step.config
-    fits = find_fits(gpt2, config, 10**9, "eager", ("bf16",))
-    note = next(note for note in describe_effects(gpt2, config, fits) if "would fit" in note)
-    assert fits[0].largest_batch > 16
-    assert "train.batch_size=16 " in note
-    assert f"optimizer.lr={config.optimizer.lr * 2:.3g}" in note
-
-
 @pytest.mark.slow  # traces every precision and level
 def test_where_nothing_fits_the_least_that_is_needed_is_said(unet: MemoryPlanner) -> None:
     assert find_fits(unet, unet.step.config, 1000, "eager", ("bf16",)) == []

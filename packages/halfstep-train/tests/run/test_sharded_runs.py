@@ -24,7 +24,7 @@ from halfstep.precision.swapped import InFp32, swap_class
 from halfstep_train.run import multi_rank
 from halfstep_train.run.assemble import build_workload, decide_plan
 from halfstep_train.run.checkpoint import is_sharded
-from halfstep_train.run.folder import RunFolder, load_stored
+from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.launch import Launch
 from halfstep_train.run.memory import sizing
 from halfstep_train.run.multi_rank import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
@@ -225,15 +225,6 @@ def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() ->
 def test_one_rank_cannot_shard(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train.shard=true needs more than one rank"):
         run(tmp_path / "alone", {**SETTINGS, "train.shard": True}, WORKLOAD)
-
-
-def test_a_report_predicts_the_memory_of_one_rank(
-    ran: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A report runs no custom code, which this workload is.
-    monkeypatch.setattr(sizing, "load_stored", lambda path, flags, trust: load_stored(path, flags, trust=True))
-    found = sizing.predict_memory_for_page(ran[0] / "whole")
-    assert found["weights"] < sum(p.numel() * 4 for p in sharded_workload.Net(3).parameters()) * 0.6
 
 
 def test_auto_shards_only_what_does_not_fit_and_says_so(ran: tuple[Path, dict[str, Any]]) -> None:

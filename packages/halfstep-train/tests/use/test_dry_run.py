@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,18 +149,16 @@ def test_a_workload_is_judged_in_each_format(target: DryRunTarget) -> None:
         assert {row.kind for row in rows} == {"activations", "gradients", "weights", "updates"}
 
 
-def test_the_command_prints_json_draws_and_ends_with_1_where_something_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_json_and_ends_with_1_if_something_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    picture = tmp_path / "heat.png"
     loud = "model.options.loudness=1e9"
-    words = ["dry-run", "--target", "fp16", "tiny_workload:build", *SMALL, loud, "--json", "--picture", str(picture)]
+    words = ["dry-run", "--target", "fp16", "tiny_workload:build", *SMALL, loud, "--json"]
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 1
     rows = json.loads(capsys.readouterr().out)
     assert any(row["verdict"] == "overflows" and row["headroom_bits"] < 0 for row in rows)
-    assert picture.stat().st_size > 1000
 
 
 def test_a_step_that_is_bad_in_fp32_judges_no_format() -> None:

@@ -128,7 +128,7 @@ def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path
     assert first != second
     assert {first.parent, second.parent} == {unet / "report"}
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         evaluated(unet, out=tmp_path)
     masks = tmp_path / "other" / "masks"
     shutil.copytree(unet / "data", tmp_path / "other")
@@ -152,19 +152,14 @@ def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path)
     assert first.name in wrong.value.fix
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_named(unet: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
     best = Checkpoints(run / "checkpoints").find_best()
     assert best is not None
     weights = best / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    told = Told(run)
-    found = evaluate(run, report=told.report)
-    assert found.checkpoint != best.name
-    assert f"checkpoint {best.name} is damaged" in told.text
-    assert f"using {found.checkpoint} instead" in told.text
-    with pytest.raises(CheckpointError, match="is damaged"):
-        evaluated(run, checkpoint=best.name)
+    with pytest.raises(CheckpointError, match=f"checkpoint {best.name} is damaged"):
+        evaluated(run)
 
 
 @pytest.mark.slow

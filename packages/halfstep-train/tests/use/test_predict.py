@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from halfstep.errors import ConfigError, DataError, Interrupted
+from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import Answer, Bar, Predictions
 from halfstep_train.use.evaluate import choose_plan, load_weights, open_run, wrap_trained
@@ -185,45 +185,22 @@ def test_the_paths_that_are_shown_are_those_of_files_that_exist(
 # --- interrupted ---
 
 
-def test_after_ctrl_c_the_same_command_goes_on_where_it_stopped(unet: Path, tmp_path: Path) -> None:
-    images, out = tmp_path / "imgs", tmp_path / "out"
-    images.mkdir()
-    for k in range(10):
-        shutil.copy(unet / "data" / "imgs" / f"{k:03d}.png", images)
+def test_ctrl_c_ends_after_the_current_file_and_keeps_what_is_written(unet: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     with press_ctrl_c(after=3), pytest.raises(Interrupted) as stopped:
-        predicted(unet, images, out=out)
-    assert stopped.value.what == f"stopped by Ctrl-C: 3 of 10 predictions are written to {out}"
-    assert "the same command" in stopped.value.fix
+        predicted(unet, unet / "data" / "imgs", out=out)
+    num = len(list((unet / "data" / "imgs").iterdir()))
+    assert stopped.value.what == f"stopped by Ctrl-C: 3 of {num} predictions are written to {out}"
     assert stopped.value.exit_code == 130
-    (out / "masks" / "007_mask.png").write_text("not written by predict")
-    done = {path: path.stat().st_mtime_ns for path in out.rglob("*_*.png")}
-    assert len(done) == 2 * 3 + 1
-    with pytest.raises(ConfigError, match="exists already"):  # another command
-        predicted(unet, images, out=out, tile=96)
-    made = predicted(unet, images, out=out)
-    assert [Path(answer.file).name for answer in made.answers] == [f"{k:03d}.png" for k in range(10)]
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert made.answers[7].found["mask"] == str(out / "masks" / "007_mask_2.png")
-    assert len(list((out / "masks").iterdir())) == 11
-    assert not (out / "unfinished.json").exists()
-    whole = predicted(unet, images, out=tmp_path / "whole")
-    for one, other in zip(made.answers, whole.answers, strict=True):
-        assert (mask_of(one) == mask_of(other)).all()
-        assert one.found["shares"] == other.found["shares"]
+    assert len(list((out / "masks").iterdir())) == len(list((out / "overlays").iterdir())) == 3
+    with pytest.raises(CheckpointError, match="already exists"):
+        predicted(unet, unet / "data" / "imgs", out=out)
 
 
-def test_a_second_ctrl_c_names_the_folder_that_cannot_be_continued(unet: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_names_the_folder_that_may_have_half_a_file(unet: Path, tmp_path: Path) -> None:
     said = "stopped by a second Ctrl-C after 2 predictions; .* incomplete"
     with press_ctrl_c(after=2), press_ctrl_c(after=2), pytest.raises(Interrupted, match=said) as stopped:
         predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
     assert stopped.value.fix == f"remove {tmp_path / 'out'}, or choose another folder with --out"
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
-
-
-def test_an_unfinished_json_of_another_program_is_not_touched(unet: Path, large: Path, tmp_path: Path) -> None:
-    for text in ("[]", "{}", "no json"):
-        (tmp_path / "unfinished.json").write_text(text)
-        with pytest.raises(ConfigError, match="exists already"):
-            predicted(unet, large, out=tmp_path)
-        assert (tmp_path / "unfinished.json").read_text() == text

@@ -18,7 +18,6 @@ from halfstep import __version__
 from halfstep.disk import write_atomically
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
-from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.prefetching import prefetch
@@ -89,7 +88,6 @@ class BenchRequest:
 
 LATE = "no time was left to measure it"
 STOPPED = "stopped by Ctrl-C"
-EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +146,7 @@ def conclude(
         speedups: dict[str, Any] = {f"speedup_{name}": base.ms / row.ms for name, base in bases.items()}
         return replace(row, floor_ms=compute_floor_ms(flops, hardware, row.precision), **speedups)
 
-    rows = [compare(row) if row.has_speed else row for row in rows]
+    rows = [compare(row) if row.is_measured else row for row in rows]
     # Eager fp32 if measured, else the first measured row.
     reference = find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
     warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
@@ -165,19 +163,15 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
     """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
     unmeasured = replace(hardware, measurements=())  # so that formats that are slow here are timed too
     for precision in request.precisions:
-        # A format that the hardware lacks is simulated, which only eager mode can do.
-        asked = problem.config.precision.model_copy(update={"default": precision})
-        simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
+        missing = explain_lack(precision, unmeasured)
         for mode in request.modes:
-            if mode == "graph" and problem.device.type != "cuda":
-                yield make_unmeasured_row("halfstep", mode, precision, "needs CUDA")
-            elif simulate and mode in ("compile", "graph"):
-                yield make_unmeasured_row("halfstep", mode, precision, EAGER_ONLY.format(precision))
+            if reason := missing or ("needs CUDA" if mode == "graph" and problem.device.type != "cuda" else ""):
+                yield make_unmeasured_row("halfstep", mode, precision, reason)
             else:
-                yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
+                yield HalfstepRunner(problem, precision, mode, unmeasured)
         for peer in request.against:
             try:
-                if missing := explain_lack(precision, unmeasured):
+                if missing:
                     raise HardwareError(missing)
                 yield from list_peers([peer], problem, precision)
             except (HardwareError, PrecisionError) as error:
@@ -190,15 +184,13 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
     row = measure_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
-    missing = explain_simulation(runner.config.precision, runner.hardware)
-    simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
-    return replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
+    return replace(row, remarks=tuple(runner.remarks))
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
     """Return the row that speedups over this precision refer to: halfstep eager if measured."""
     # False sorts first: prefer halfstep's rows, and of these the eager one.
-    there = [row for row in rows if row.precision == precision and row.has_speed]
+    there = [row for row in rows if row.precision == precision and row.is_measured]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
 
 
@@ -238,12 +230,9 @@ class HalfstepRunner:
 
     name = "halfstep"
 
-    def __init__(
-        self, problem: Problem, precision: str, mode: BenchMode, hardware: Hardware, *, simulate: bool
-    ) -> None:
+    def __init__(self, problem: Problem, precision: str, mode: BenchMode, hardware: Hardware) -> None:
         self.problem, self.precision, self.variant, self.hardware = problem, precision, str(mode), hardware
-        self.simulated = simulate
-        self.config = set_mode(set_precision(problem.config, precision, simulate=simulate), mode)
+        self.config = set_mode(set_precision(problem.config, precision), mode)
         self.remarks: list[str] = []
         """Notices of the run while it trained."""
         self._plan: Plan | None = None
@@ -315,7 +304,6 @@ def describe_circumstances(
         "sample_size": KINDS.of(problem.config.workload).describe_sample_size(problem.config),
         "steps": request.schedule.steps,
         "window_steps": request.schedule.window,
-        "memory": explain_memory(hardware),
     }
 
 
@@ -373,13 +361,6 @@ def collect_versions(hardware: Hardware, against: Sequence[str]) -> dict[str, st
     }
     peers = sorted({parse_peer_name(peer) for peer in against} & MODULES.keys())
     return found | {name: importlib.metadata.version(name) for name in peers}
-
-
-def explain_memory(hardware: Hardware) -> str:
-    """Explain what the memory column counts."""
-    if hardware.kind == "cpu":
-        return "not counted on a CPU: a process keeps the memory of earlier rows, so later ones would look larger"
-    return "peak of torch's tensors while training, including captured graphs; reserved: all that torch reserved"
 
 
 def save_record(found: Record, path: Path) -> None:

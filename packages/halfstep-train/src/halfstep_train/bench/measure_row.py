@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
 from halfstep.backend_flags import read_flags, write_flags
-from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
+from halfstep.errors import HalfstepError, MemoryLimitError, summarise_error
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
@@ -42,14 +42,11 @@ class Row:
     variant: str
     precision: str
     reason: str = ""
-    simulated: bool = False
-    """True if the format's numerics are simulated: the time does not show the speed of the format."""
     remarks: tuple[str, ...] = ()
     window_ms: tuple[float, ...] = ()
     """Milliseconds per step, one value per window."""
     samples_per_s: float | None = None
     peak_bytes: int | None = None
-    start_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     joules_per_sample: float | None = None
     floor_ms: float | None = None
@@ -69,10 +66,6 @@ class Row:
     @property
     def is_measured(self) -> bool:
         return bool(self.window_ms)
-
-    @property
-    def has_speed(self) -> bool:
-        return self.is_measured and not self.simulated
 
     @property
     def ms(self) -> float:
@@ -100,8 +93,6 @@ class Row:
 
 
 NUM_WINDOWS = 5
-MIN_STEPS = 10
-"""Two per window: a single step varies too much."""
 
 PAUSE_AFTER = 3
 """Steps after which everything is compiled, well before the warm-up ends."""
@@ -130,12 +121,6 @@ class Schedule:
 
 def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
     """Split `timed_steps` into equal windows and drop the remainder."""
-    if timed_steps < MIN_STEPS:
-        raise ConfigError(
-            f"--steps {timed_steps} is too few to time",
-            why=f"{NUM_WINDOWS} windows are compared to measure how much the time varies",
-            fix=f"--steps {MIN_STEPS} or more",
-        )
     window = timed_steps // NUM_WINDOWS
     if device.type == "cuda":
         return Schedule(warm_up=10, ramp=2, window=window)
@@ -145,19 +130,18 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 class StepTimer:
     """Time the steps of a row: a runner calls it after each one. Memory is None on a CPU."""
 
-    window_s: tuple[float, ...] = ()
-    """Seconds per step, one value per window."""
-
-    def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
+    def __init__(self, schedule: Schedule, device: torch.device, samples: int, pause: Pause | None = None) -> None:
         """Start the clock of a row.
 
         `pause` is called once, early in the warm-up: a benchmark that alternates between processes waits there.
         """
-        self.schedule, self.device, self.pause = schedule, device, pause
+        self.schedule, self.device, self.samples, self.pause = schedule, device, samples, pause
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
         self.count = 0
-        self.marks: list[Mark] = []
+        self.marks: list[Any] = []  # each a Mark
+        self.measured: dict[str, Any] = {}
+        """Fields of the row."""
         reset_peak(device)
 
     def __call__(self) -> None:
@@ -165,16 +149,13 @@ class StepTimer:
         self.count += 1
         if self.count == 1:
             wait_for(self.device)
-            self.start_s = time.perf_counter() - self.began
             # At the first step: a capture, steps later, compiles further kernels.
-            self.cache = self._compilers.get_state()
+            self.measured |= {"start_s": time.perf_counter() - self.began, "cache": self._compilers.get_state()}
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
         if self.count == self.schedule.warm_up:
             wait_for(self.device)
-            # Until now kernels were chosen and graphs captured.
-            self.start_peak_bytes = self._read_peak_bytes()
-            reset_peak(self.device)
+            reset_peak(self.device)  # until now kernels were chosen and graphs captured
             self._energy = EnergyMeter(self.device)
         # The first mark (at 0) is the start of the first window.
         timed = self.count - self.schedule.warm_up - self.schedule.ramp
@@ -182,11 +163,6 @@ class StepTimer:
             self.marks.append(self._mark())
         if self.count == self.schedule.steps:
             self._end()
-
-    def get_finished(self) -> Self:
-        """Return the timer once all steps are done."""
-        assert self.count == self.schedule.steps, f"the runner made {self.count} of {self.schedule.steps} steps"
-        return self
 
     def _mark(self) -> Mark:
         if self.device.type != "cuda":
@@ -196,31 +172,29 @@ class StepTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _read_peak_bytes(self) -> int | None:
-        # A process keeps memory that earlier rows freed: on a CPU each row would look larger than the one before.
-        return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
-
     def _end(self) -> None:
         """Read memory, energy and times of the row.
 
         This happens in the call after the last step, because later the runner frees its CUDA graphs and their memory.
         """
-        self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
+        limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
-        joules = self._energy.read_joules()
-        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
-        self.peak_bytes = self._read_peak_bytes()  # while training, with a graph's memory
-        self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
-        self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
-
-
-def _measure_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks of the same kind."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-
-
-START_MATTERS = 1.05
-"""Report a start-up peak that exceeds the training peak by this factor."""
+        joules, num_samples = self._energy.read_joules(), self.samples * (self.schedule.steps - self.schedule.warm_up)
+        each_ms = 1e3 / self.schedule.window
+        pairs = itertools.pairwise(self.marks)
+        windows_s = (b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairs)
+        window_ms = tuple(each_ms * seconds for seconds in windows_s)
+        on_cpu = self.device.type == "cpu"
+        self.measured |= {
+            "window_ms": window_ms,
+            "samples_per_s": self.samples / statistics.median(window_ms) * 1e3,
+            # While training, with a graph's memory. A process keeps memory that earlier rows freed: on a CPU each row
+            # would look larger than the one before.
+            "peak_bytes": None if on_cpu else get_peak_memory_bytes(self.device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None,
+            "joules_per_sample": None if joules is None else joules / num_samples,
+            "clock_limits": limits,
+        }
 
 
 def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
@@ -249,31 +223,10 @@ def describe_failure(error: Exception) -> str:
 
 def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
     """Train the schedule's steps with a timer and build the row from it."""
-    timer = StepTimer(schedule, problem.device, pause)
+    timer = StepTimer(schedule, problem.device, problem.samples, pause)
     loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
-    found = timer.get_finished()
-    ms = tuple(1e3 * seconds for seconds in found.window_s)
-    return Row(
-        name=runner.name,
-        variant=runner.variant,
-        precision=runner.precision,
-        window_ms=ms,
-        peak_bytes=found.peak_bytes,
-        start_peak_bytes=found.start_peak_bytes,
-        reserved_bytes=found.reserved_bytes,
-        joules_per_sample=found.joules_per_step / problem.samples if found.joules_per_step is not None else None,
-        loss=loss,
-        start_s=found.start_s,
-        cache=found.cache,
-        samples_per_s=problem.samples / statistics.median(ms) * 1e3,
-        remarks=tuple(_list_remarks(found.peak_bytes, found.start_peak_bytes)),
-        clock_limits=found.clock_limits,
-    )
-
-
-def _list_remarks(peak: int | None, start_peak: int | None) -> list[str]:
-    is_larger = peak and start_peak and start_peak > START_MATTERS * peak
-    return [f"start-up takes {format_bytes(start_peak)}"] if is_larger and start_peak else []
+    assert timer.count == schedule.steps, f"the runner made {timer.count} of {schedule.steps} steps"
+    return Row(name=runner.name, variant=runner.variant, precision=runner.precision, loss=loss, **timer.measured)
 
 
 # --- isolation of a row: flags, memory, compiled code, other users of the device ---

@@ -194,7 +194,7 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
     raise MemoryLimitError(
         f"{config.workload} at batch size {batch_size} needs at least {format_bytes(needed)}, and this machine has "
         f"{format_bytes(free_bytes)} of free memory",
-        why=f"{format_bytes(cost.fixed_bytes)} for {cost.num_parameters:,} parameters, gradients and optimizer, "
+        why=f"{format_bytes(cost.fixed_bytes)} for parameters, gradients and optimizer, "
         f"{format_bytes(cost.sample_bytes)} per sample; the OS would kill the benchmark",
         fix=f"{f'--batch-size {fits} or less' if fits > 0 else 'a smaller model'}, or --device cuda where there is one",
     )
@@ -261,6 +261,10 @@ def load_bench_config(
             why="a benchmark times steps of one batch",
             fix="leave it at 1; a step that accumulates N batches takes about N times as long",
         )
+    if config.precision.simulate:
+        raise ConfigError(
+            "precision.simulate=true cannot be timed", why="a simulation shows numerics, not speed", fix="leave it out"
+        )
     if against:
         _refuse_what_peers_lack(config)
     return config.replace(data={"dir": None}) if makes_data else config
@@ -291,9 +295,9 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
             )
 
 
-def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
+def set_precision(config: RunConfig, precision: str) -> RunConfig:
     """Set the precision without fallback: a row must not show the time of another precision."""
-    return config.replace(precision={"default": precision, "strict": not simulate, "simulate": simulate})
+    return config.replace(precision={"default": precision, "strict": True})
 
 
 def set_mode(config: RunConfig, mode: BenchMode) -> RunConfig:

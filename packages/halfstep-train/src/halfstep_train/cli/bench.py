@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.errors import ConfigError, suggest_nearest
-from halfstep_train.cli.options import Arguments, Strict, option, refuse_to_overwrite, refuse_unknown_device
+from halfstep_train.cli.options import Arguments, option, refuse_to_overwrite, refuse_unknown_device
 
 if TYPE_CHECKING:
     from halfstep.hardware.device_facts import Hardware
@@ -38,9 +38,8 @@ def command(
     ] = None,
     modes: Annotated[str | None, option("eager,compile,graph,auto; default: all that run here.", panel=WHAT)] = None,
     against: Annotated[str | None, option(PEER, panel=WHAT)] = None,
-    steps: Annotated[int | None, option("Timed steps per row: 100, on a CPU 20.", panel=WHAT)] = None,
+    steps: Annotated[int | None, option("Timed steps per row: 100, on a CPU 20.", panel=WHAT, min=10)] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT, callback=refuse_unknown_device)] = None,
-    strict: Strict = None,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
     save: Annotated[Path | None, option("Write the result as JSON.", panel=OUTPUT)] = None,
     force: Annotated[bool, option("Overwrite files.", "--force", panel=OUTPUT)] = False,
@@ -58,8 +57,9 @@ def command(
         halfstep bench unet --save before.json
     """
     target, *overrides = arguments
-    flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
-    refuse_to_overwrite({"--save": save}, force=force)
+    flags = {"batch_size": batch_size, "image_size": image_size, "device": device}
+    if save is not None:
+        refuse_to_overwrite(save, force=force)
     variants = [f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS]
     chosen_modes = split_choices(modes, "--modes", MODES)
     peers = split_choices(against, "--against", [*PEERS, *variants])
@@ -153,18 +153,15 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     # Peers print to stdout, which belongs to the table or JSON.
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
-        with console.status("measuring matmuls") as status:
+
+        def tell(row: str) -> None:
+            console.print(Text(f"measuring {row}"), soft_wrap=True)
+
+        with console.status("measuring matmuls"):
             rated = measure_once(hardware, find_cache_directory(), measure)
-            flops = count_step_flops(problem)
-            about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
-
-            def tell(row: str) -> None:
-                line = Text(f"measuring {row}")
-                status.update(line)
-                if not console.is_terminal:  # where a status is not shown
-                    console.print(line, soft_wrap=True)
-
-            benched = bench(problem, request, rated, flops, tell)
+        flops = count_step_flops(problem)
+        about = describe_circumstances(problem, request, hardware, flops, shlex.join(["halfstep", *sys.argv[1:]]))
+        benched = bench(problem, request, rated, flops, tell)
     record = about | summarise_results(benched)
     has_rows = any(row.is_measured for row in benched.rows)
     try:

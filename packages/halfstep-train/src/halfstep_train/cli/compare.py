@@ -46,7 +46,7 @@ def command(
             "Rows by settings instead of precisions; several may follow.", "--rows", metavar='"NAME: KEY=VALUE ..."'
         ),
     ] = None,
-    seeds: Annotated[int, option("Paired seeds of every row, at least 5.")] = 8,
+    seeds: Annotated[int, option("Paired seeds of every row.", min=5)] = 8,
     margin: Annotated[
         float | None,
         option(
@@ -108,18 +108,18 @@ def command(
 
 def _refuse_bad_call(context: typer.Context, target: str, overrides: list[str], rows: list[Row]) -> None:
     """Raise for an unknown target, missing data, bad rows and folders that cannot be used, before torch is imported."""
-    from halfstep_train.run.folder import RunFolder, refuse_missing_paths
+    from halfstep_train.run.folder import refuse_missing_paths, refuse_used_folder
     from halfstep_train.use.equivalence import refuse_bad_rows
     from halfstep_train.workloads import load
 
     given = context.params
-    refuse_bad_rows([name for name, _ in rows], given["seeds"], given["margin"])
+    refuse_bad_rows([name for name, _ in rows], given["margin"])
     load(target, overrides=_split_arguments(given["arguments"])[1])  # refuses two that disagree; a row's replace them
     for _, settings in rows:
         last = {override.split("=", 1)[0]: override for override in (*overrides, *settings)}
         refuse_missing_paths(load(target, overrides=list(last.values())).config)
     if given["out"] is not None:
-        RunFolder.refuse_unusable(given["out"])
+        refuse_used_folder(given["out"])
 
 
 def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:

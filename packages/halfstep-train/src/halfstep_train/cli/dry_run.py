@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfstep.formats import DryRunTarget
 from halfstep_train.cli.options import ArgumentsOrRun, Json, Trust, add_flags, option
+from halfstep_train.report.console import dump_json, make_rows_table, open_result_console
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
 def command(
     arguments: ArgumentsOrRun,
     target: Annotated[DryRunTarget, option("The format.")],
-    picture: Annotated[
-        Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
-    ] = None,
-    every: Annotated[bool, option("Also show modules that fit.", "--all")] = False,
     trust: Trust = False,
     as_json: Json = False,
     **settings: Any,
@@ -35,7 +30,7 @@ def command(
 
     Example:
 
-        halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
+        halfstep dry-run --target fp16 unet --data-dir data/carvana
     """
     from halfstep_train.run.folder import is_run, load_target
 
@@ -45,35 +40,18 @@ def command(
     from halfstep_train.use.observe_step import dry_run
 
     rows = dry_run(arguments[0], loaded, target, trust=trust)
-    if picture is not None:
-        from halfstep_train.report.picture_file import draw_heat_map
-
-        draw_heat_map([(row.module, row.kind, _compute_badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:
-        typer.echo(json.dumps([_convert_row(row) for row in rows], indent=1))
+        shown = ("module", "kind", "verdict", "lost", "remedy", "headroom_bits")
+        found = [{name: getattr(row, name) for name in shown} for row in rows]
+        typer.echo(dump_json(found))
     else:
-        _show(rows, target, every=every)
+        _show(rows, target)
     if any(row.is_bad and not row.is_saved for row in rows):
         raise typer.Exit(1)
 
 
-def _compute_badness(row: Judgement) -> float:
-    """Return a colour value: 0 for values far inside the format's range, up to 1 for values outside it."""
-    # Colour starts below 8 bits of headroom; a cell that loses a tenth of its values is almost fully coloured.
-    edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
-    return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
-
-
-def _convert_row(row: Judgement) -> dict[str, object]:
-    headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
-    shown = {name: getattr(row, name) for name in ("module", "kind", "verdict", "lost", "remedy")}
-    return {**shown, "headroom_bits": headroom}
-
-
-def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
-    """Print the modules that do not fit, or all of them, and a summary."""
-    from halfstep_train.report.console import make_rows_table, open_result_console
-
+def _show(rows: list[Judgement], target: str) -> None:
+    """Print the modules that do not fit, and a summary."""
     console = open_result_console()
     cells = [
         (
@@ -85,7 +63,7 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
             row.remedy,
         )
         for row in rows
-        if every or row.is_bad
+        if row.is_bad
     ]
     if cells:
         console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,7 +23,6 @@ def command(
         typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Exercise 2: folder for the chart.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one of three exercises in mixed precision, each under two minutes on two cores.
 
@@ -44,11 +42,7 @@ def command(
         raise DataError(f"there is no folder {data_dir}", fix="check --data-dir, or leave it out for generated images")
     out.mkdir(parents=True, exist_ok=True)
     story = _run_exercise(number, data_dir, out, Console(stderr=True))
-    if as_json:
-        claims = [{"claim": claim.text, "holds": claim.holds} for claim in story.claims]
-        typer.echo(json.dumps({"title": story.title, "claims": claims, **story.numbers}, indent=2))
-    else:
-        _show(story)
+    _show(story)
     if not story.holds:
         raise typer.Exit(1)
 

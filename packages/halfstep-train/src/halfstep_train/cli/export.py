@@ -82,13 +82,10 @@ def refuse_wrong_family(run: Path, *, trust: bool) -> None:
     kind = KINDS.of(workload)
     if kind.export_command:
         return
-    fix = f"`halfstep predict {run}` uses its weights"
-    if workload not in KINDS:
-        fix = "torch.onnx.export(model, ...) in your code, as docs/export.md shows"
-    elif kind.export is not None:
-        fix = f"use {run / 'model'}, which a run writes in the format of other programs when it ends"
+    own = f"use {run / 'model'}, which a run writes in the format of other programs when it ends"
+    other = f"`halfstep predict {run}` uses its weights; in your code, torch.onnx.export(model, ...)"
     raise ConfigError(
         f"{workload} cannot be exported",
         why="this works for U-Net, ResNet, ViT and GPT-2, which take one tensor",
-        fix=fix,
+        fix=other if kind.export is None else own,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -15,10 +13,6 @@ from rich.text import Text
 from halfstep.formats import FORMATS, Fate, find_fate
 from halfstep_train.report.console import make_columns_table, make_rows_table
 
-FACTS = (
-    *("bits", "storage_bits", "exponent_bits", "mantissa_bits", "has_infinity", "largest", "smallest_normal"),
-    *("smallest_subnormal", "spacing_at_1", "decimal_digits"),
-)
 CONTEXT = {"ignore_unknown_options": True}
 """`formats -3.5`: a number may look like an option."""
 
@@ -27,7 +21,6 @@ def command(
     values: Annotated[
         list[str] | None, typer.Argument(metavar="VALUE", help="Numbers to convert to each format.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what numbers become in each format.
 
@@ -40,8 +33,6 @@ def command(
         halfstep formats 1e-8 70000 0.1 1.0009765625 -3.5
     """
     fates = {value: [find_fate(value, fmt) for fmt in FORMATS.values()] for value in values or ()}
-    if as_json:
-        return print_json(fates)
     console = Console()
     if not fates:
         console.print(make_formats_table(), "")
@@ -50,19 +41,6 @@ def command(
         )
     for value, rows in fates.items():
         console.print(Text(value, style="bold underline"), make_fates_table(rows), "", sep="\n")
-    return None
-
-
-def print_json(fates: dict[str, list[Fate]]) -> None:
-    def describe(fate: Fate) -> dict[str, object]:
-        # JSON has neither inf nor nan.
-        result = fate.result if math.isfinite(fate.result) else str(fate.result)
-        return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
-
-    answer: object = {value: {fate.format: describe(fate) for fate in rows} for value, rows in fates.items()}
-    if not fates:
-        answer = {fmt.name: {fact: getattr(fmt, fact) for fact in FACTS} for fmt in FORMATS.values()}
-    typer.echo(json.dumps(answer, indent=2, allow_nan=False))
 
 
 def make_formats_table() -> Table:

@@ -78,7 +78,7 @@ def _wrap_stream(stream: TextIO) -> TextIO:
 
 COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "export", "formats", "guide", "ledger"),
-    *("pack", "plan", "predict", "replay", "report", "runs", "top", "train", "verify"),
+    *("plan", "predict", "replay", "report", "runs", "top", "train", "verify"),
 )
 """A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
 

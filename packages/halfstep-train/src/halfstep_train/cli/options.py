@@ -6,14 +6,14 @@ import functools
 import inspect
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from halfstep.errors import ConfigError, DataError
-from halfstep_train.cli.completion import complete_precision, complete_run, complete_target, complete_target_or_run
+from halfstep_train.cli.completion import complete_run, complete_target
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show without training"
 
@@ -58,23 +58,17 @@ def _add_parameters(more: Iterable[inspect.Parameter], command: Command) -> Comm
     return command
 
 
-def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:
-    """Raise ConfigError for an output file that exists or cannot be written, before minutes of work are spent.
-
-    `paths` are the files by option. `force` is None for a command without --force.
-    """
-    for option, path in paths.items():
-        if path is None:
-            continue
-        if path.exists() and not (force and path.is_file()):
-            forcing = ", or add --force to overwrite it" if force is False else ""
-            raise ConfigError(f"{option} {path} exists already", fix=f"choose another name{forcing}")
-        try:  # permissions alone do not show read-only mounts and full disks
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            why = f"the folder {path.parent} cannot be written to: {error.strerror}"
-            fix = f"create it (mkdir -p {shlex.quote(str(path.parent))}), or choose a file in another folder"
-            raise ConfigError(f"{option} {path} cannot be written", why=why, fix=fix) from error
+def refuse_to_overwrite(path: Path, *, force: bool) -> None:
+    """Raise ConfigError if --save names a file that exists or cannot be written, before minutes of work are spent."""
+    if path.exists() and not (force and path.is_file()):
+        forcing = "" if force else ", or add --force to overwrite it"
+        raise ConfigError(f"--save {path} exists already", fix=f"choose another name{forcing}")
+    try:  # permissions alone do not show read-only mounts and full disks
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        why = f"the folder {path.parent} cannot be written to: {error.strerror}"
+        fix = f"create it (mkdir -p {shlex.quote(str(path.parent))}), or choose a file in another folder"
+        raise ConfigError(f"--save {path} cannot be written", why=why, fix=fix) from error
 
 
 def refuse_bad_run(run: Path, out: Path | None, data: Path | None = None) -> None:
@@ -102,7 +96,7 @@ DEVICES = "auto, cpu, cuda, cuda:1, mps, xpu"
 TARGET, OR_RUN = "WORKLOAD|CONFIG.yaml KEY=VALUE", "WORKLOAD|CONFIG.yaml|RUN KEY=VALUE"
 USED, TRAINED = "What to open, then settings.", "What to train, then settings."
 Arguments = Annotated[list[str], typer.Argument(metavar=TARGET, help=USED, autocompletion=complete_target)]
-ArgumentsOrRun = Annotated[list[str], typer.Argument(metavar=OR_RUN, help=USED, autocompletion=complete_target_or_run)]
+ArgumentsOrRun = Annotated[list[str], typer.Argument(metavar=OR_RUN, help=USED, autocompletion=complete_target)]
 MaybeArguments = Annotated[
     list[str] | None, typer.Argument(metavar=TARGET, help=TRAINED, autocompletion=complete_target)
 ]
@@ -144,7 +138,7 @@ LEDGER = "Record the formats that steps really compute in, once per mode."
 WATCH = "Measure all modules every N steps; warn before an overflow."
 TRACKERS = "Trackers: tensorboard, wandb, mlflow, or several: wandb,mlflow."
 FLAGS: dict[str, Any] = {
-    "precision": _flag(str, PRECISIONS, panel=PRECISION, autocompletion=complete_precision),
+    "precision": _flag(str, PRECISIONS, panel=PRECISION),
     "mixed_precision": _flag(bool, MIXED, panel=PRECISION),
     "precision_type": _flag(str, "With --mixed-precision: bf16 or fp16.", panel=PRECISION),
     "bf16": _flag(bool, "Same as --precision bf16.", "--bf16", panel=PRECISION),

@@ -20,11 +20,7 @@ def command(
     ] = None,
     out: Annotated[
         Path | None,
-        option(
-            "New folder for the results, or the folder of an interrupted run of the same command.",
-            metavar="DIR",
-            show_default="RUN/predictions",
-        ),
+        option("New folder for the results.", metavar="DIR", show_default="RUN/predictions"),
     ] = None,
     as_json: Json = False,
     **how: Any,
@@ -33,8 +29,7 @@ def command(
 
     U-Net writes masks with the values and size of the originals, and overlays; classifiers print the most probable
     classes. `halfstep predict RUN --help` also shows the options of the run's workload. Files that cannot be read are
-    listed and skipped (exit code 1). No file is overwritten. Ctrl-C finishes the current file; the same command with
-    the same --out continues from there.
+    listed and skipped (exit code 1). No file is overwritten. Ctrl-C ends the command after the current file.
 
     Example:
 
@@ -42,10 +37,7 @@ def command(
 
         halfstep predict runs/resnet50 cat.jpg photos/ --top-k 3
     """
-    from halfstep_train.run.folder import UNFINISHED
-
-    is_unfinished = out is not None and (out / UNFINISHED).is_file()
-    refuse_bad_run(run, None if is_unfinished else out)
+    refuse_bad_run(run, out)
     from rich.console import Console
 
     from halfstep_train.report.console import open_result_console

@@ -8,16 +8,12 @@ from typing import Annotated
 
 import typer
 
-from halfstep_train.cli.completion import complete_capsule
-from halfstep_train.cli.options import Json, Trust, UsedDevice, option
+from halfstep_train.cli.options import Json, Trust, UsedDevice
 
 
 def command(
-    capsule: Annotated[
-        Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.", autocompletion=complete_capsule)
-    ],
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
     device: UsedDevice = None,
-    picture: Annotated[Path | None, option("Draw the value range of each module.", metavar="FILE.png")] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -29,7 +25,7 @@ def command(
 
     Example:
 
-        halfstep replay runs/unet-20250101-120000/capsules/00000123 --picture ranges.png
+        halfstep replay runs/unet-20250101-120000/capsules/00000123
     """
     from halfstep.evidence.capsule_folder import find_capsule
 
@@ -37,13 +33,9 @@ def command(
     from rich.text import Text
 
     from halfstep_train.report.console import open_result_console, print_text
-    from halfstep_train.report.picture_file import draw_ranges
     from halfstep_train.run.evidence import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)
-    if picture is not None:
-        ranges = {word: [(name, r.low, r.high) for name, r in rows] for word, rows in found.group_ranges().items()}
-        draw_ranges(ranges, found.format, picture, at=found.module)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -52,5 +44,3 @@ def command(
         # The two format_lines that most users look for.
         is_strong = line.startswith(("cause:", "change:"))
         print_text(console, Text(line, style="bold" if is_strong else ""))
-    if picture is not None:
-        console.print(Text(f"picture: {picture}"), soft_wrap=True)

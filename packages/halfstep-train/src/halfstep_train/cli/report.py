@@ -24,8 +24,8 @@ def command(
 ) -> None:
     """Write one HTML file for a run, for several runs side by side, or for a comparison.
 
-    It shows zoomable curves, the plan with its reasons, memory by component, where the time went, faults, samples, and
-    every setting with its source. The file needs no network and no server.
+    It shows zoomable curves, the plan with its reasons, where the time went, faults, samples, and every setting with
+    its source. The file needs no network and no server.
 
     Example:
 
@@ -49,9 +49,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
-        from halfstep_train.run.memory.sizing import predict_memory_for_page
-
-        page = render_runs(records, [predict_memory_for_page(path) for path in runs])
+        page = render_runs(records)
     file = out or runs[0] / "report" / "report.html"
     if out is None:
         file.parent.mkdir(exist_ok=True)

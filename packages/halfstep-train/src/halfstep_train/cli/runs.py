@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from halfstep.errors import CheckpointError, HalfstepError, format_duration
 from halfstep_train.cli.options import Json
 from halfstep_train.cli.top import collect_facts, find_state
+from halfstep_train.report.console import dump_json, make_columns_table, open_result_console
 
 RUNS = Path("runs")
 """Where runs are unless --out says otherwise; before the first one there is no such folder."""
@@ -30,8 +30,6 @@ def command(
 
         halfstep runs runs/sweep --json
     """
-    from halfstep_train.report.console import make_columns_table, open_result_console
-    from halfstep_train.report.metrics_file import replace_non_finite
 
     if not folder.is_dir() and folder != RUNS:
         raise CheckpointError(f"there is no folder {folder}", fix="give the folder that contains your runs")
@@ -43,7 +41,7 @@ def command(
         except HalfstepError as error:  # one damaged run must not hide the others
             typer.echo(f"warning: {file.parent} is left out: {error.what}", err=True)
     if as_json:
-        return typer.echo(json.dumps(replace_non_finite(rows), indent=2))
+        return typer.echo(dump_json(rows))
     if not rows:
         return typer.echo(f"no runs in {folder}; `halfstep runs DIR` lists another folder")
     columns = {title: [format_facts(row)[title] for row in rows] for title in format_facts(rows[0])}

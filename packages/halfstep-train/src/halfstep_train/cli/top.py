@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from rich.table import Table
 from halfstep.disk import is_folder_locked
 from halfstep.errors import format_bytes, suggest_command
 from halfstep_train.cli.completion import complete_run
-from halfstep_train.report.console import make_pairs_table
+from halfstep_train.report.console import dump_json, make_pairs_table
 from halfstep_train.report.page.read_run import SAMPLES, RunRecord, describe_progress, format_rate_unit
 
 
@@ -34,14 +33,13 @@ def command(
     from rich.live import Live
     from rich.text import Text
 
-    from halfstep_train.report.metrics_file import replace_non_finite
     from halfstep_train.report.page.read_run import read_run
 
     record, console = read_run(run), Console()
     facts = collect_facts(record)
     table = build_table(record, facts)
     if wants_json:
-        return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
+        return typer.echo(dump_json(facts))
     # A live display needs a terminal, and an ended run does not change.
     if once or not console.is_terminal or is_over(record):
         return console.print(table)
@@ -98,20 +96,19 @@ def summarise_watch(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """Build the table of the facts."""
-    train, val = run.select_kind("train"), run.select_kind("val")
     metric = run.metric
     lines = {"run": facts["run"], "state": facts["state"], "step": "none recorded yet"}
-    if train:
+    if "step" in facts:
         lines |= {
             "step": f"{describe_progress(facts)} (epoch {facts['epoch']})",
-            **{f"last {key.replace('/', ' ')}": _format_latest(train, key) for key in _list_loss_keys(run)},
+            **{f"last {key.replace('/', ' ')}": f"{facts[key]:.4f}" for key in _list_loss_keys(run) if key in facts},
             "mean loss": f"{facts['epoch_loss']:.4f} (of the epoch)" if "epoch_loss" in facts else "",
             format_rate_unit(run.rate): f"{facts[run.rate]:,.1f}",
             "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
             "skipped": f"{facts['skipped']}",
         }
     if metric in facts:
-        lines[f"last {metric}"] = _format_latest(val, metric)
+        lines[f"last {metric}"] = f"{facts[metric]:.4f}"
     if best := facts.get("best"):
         lines[f"best {metric}"] = f"{best['value']:.4f} (epoch {best['epoch']})"
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
@@ -126,11 +123,6 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
 def _list_loss_keys(run: RunRecord) -> list[str]:
     """Return the key of the loss, or of each phase's loss if phases alternate."""
     return [f"loss/{phase}" for phase in run.phases] or ["loss"]
-
-
-def _format_latest(records: list[dict[str, Any]], key: str) -> str:
-    values = [record[key] for record in records if key in record]
-    return f"{values[-1]:.4f}" if values else ""
 
 
 def is_over(run: RunRecord) -> bool:

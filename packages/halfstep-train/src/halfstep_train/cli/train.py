@@ -29,7 +29,6 @@ from halfstep_train.cli.options import (
     MaybeArguments,
     add_flags,
     option,
-    refuse_to_overwrite,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def command(
         bool, option("Show every setting with its value and source.", "--show-config", panel=SHOW)
     ] = False,
     as_json: Annotated[bool, option("With --show-config: print JSON.", "--json", panel=SHOW)] = False,
-    schema: Annotated[Path | None, option("Write the JSON schema for editors to this file.", panel=SHOW)] = None,
     **settings: Any,
 ) -> None:
     """Train a workload, or what a config file describes.
@@ -97,19 +95,19 @@ def command(
     if check_validation:
         typer.echo("validation reads each sample once, in index order", err=True)
     launch = read_launch(os.environ)
-    if schema or show_config:
+    if show_config:
         if launch is None or launch.rank == 0:
-            show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
+            print_config(loaded, as_json=as_json)
         return
     new_folder = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with new_folder as folder, stop_after(timeout):
         if resume is None:
-            from halfstep_train.run.folder import RunFolder, refuse_missing_paths
+            from halfstep_train.run.folder import refuse_missing_paths, refuse_used_folder
 
             refuse_missing_paths(loaded.config)
             # One of several ranks may find the folder that another one has just made, or that a restart continues.
             if folder is not None and launch is None:
-                RunFolder.refuse_unusable(folder)
+                refuse_used_folder(folder)
         if gpus is not None:
             start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
         from halfstep_train.run.train import train
@@ -172,20 +170,14 @@ def list_overrides(loaded: Loaded) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in found.items()]
 
 
-def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
-    """Write the schema and print the config, without training."""
-    from halfstep_train.config.dump import make_json_schema
+def print_config(loaded: Loaded, *, as_json: bool) -> None:
+    """Print every setting with its value and source, without training."""
     from halfstep_train.report.config_view import dump_config, show_config
     from halfstep_train.report.console import open_result_console
 
-    if schema:
-        refuse_to_overwrite({"--schema": schema})
-        found = make_json_schema(type(loaded.config))
-        schema.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"wrote the JSON schema of {loaded.config.workload} to {schema}")
-    if is_shown and as_json:
+    if as_json:
         typer.echo(json.dumps(dump_config(loaded), indent=2))
-    elif is_shown:
+    else:
         show_config(loaded, open_result_console(160))
 
 

@@ -1,4 +1,4 @@
-"""Write a config as YAML that loads back to the same config, and its JSON schema for editors."""
+"""Write a config as YAML that loads back to the same config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import yaml
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.section import parse_scalar
 
-SHORTHANDS = ("precision", "optimizer", "schedule", "model", "data", "ema")
-"""Sections that accept a single value: `precision: bf16`, `optimizer: sgd`, `ema: true`."""
 TEXT = "tag:yaml.org,2002:str"
-REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 
 # PyYAML's wheels include libyaml, which is four times as fast at writing.
@@ -50,26 +47,3 @@ def to_yaml(config: RunConfig) -> str:
 
 def dump_values(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
-
-
-def make_json_schema(config: type[RunConfig]) -> dict[str, Any]:
-    """Return the JSON schema of config files, which accepts shorthands and `${globals.NAME}`."""
-    schema = config.model_json_schema()
-    # A reference may replace any value, so every field also accepts one.
-    for definition in schema["$defs"].values():
-        fields = definition.get("properties", {})
-        fields |= {name: allow_reference(field) for name, field in fields.items()}
-    for name in SHORTHANDS:
-        section = schema["properties"][name]
-        schema["properties"][name] = {"anyOf": [section, {"type": ["string", "integer", "boolean", "null"]}]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def allow_reference(field: dict[str, Any]) -> dict[str, Any]:
-    """Let a field also accept a reference; text fields already do."""
-    # Any text is valid there, so a reference is too; `$ref` is a section.
-    if field.get("type") == "string" and "enum" not in field or "$ref" in field:
-        return field
-    outer = {key: value for key, value in field.items() if key in ("title", "description", "default")}
-    inner = {key: value for key, value in field.items() if key not in outer}
-    return {**outer, "anyOf": [inner, REFERENCE]}

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 Kind = TypeVar("Kind")
 DIGITS = r"\d+(_\d+)*"
@@ -141,10 +141,5 @@ def read_worker_count(value: object) -> object:
     return min(count_cores(), MOST) if value == "auto" else read_off_as_zero(value)
 
 
-Workers = Annotated[
-    int,
-    Field(ge=0),
-    BeforeValidator(read_worker_count),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "auto"}]}),
-]
+Workers = Annotated[int, Field(ge=0), BeforeValidator(read_worker_count)]
 """A number of processes, 0 for none, or `auto`."""

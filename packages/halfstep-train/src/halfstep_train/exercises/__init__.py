@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -26,7 +26,6 @@ class Story:
     comments: Sequence[str] = ()
     """Comments on the result."""
     picture: Path | None = None
-    numbers: dict[str, object] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:

@@ -63,7 +63,6 @@ def run(*, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most
             for name, found in verdicts.items()
         ],
         comments=[*collect_notes(comparison), *_explain_differences(lines, simulates=simulates, device=hardware.name)],
-        numbers={"accuracy": {line.row: list(line.values) for line in lines}},
     )
 
 

@@ -44,7 +44,6 @@ def run() -> Story:
             "errors are relative to fp64; halfstep keeps these in fp32 in every precision: regions of the model as "
             "islands, and the weights that the optimizer updates"
         ],
-        numbers={p.name: {"fp32": p.error_fp32, "half": p.error_half} for p in parts},
     )
 
 

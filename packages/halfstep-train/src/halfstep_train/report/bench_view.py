@@ -70,7 +70,7 @@ def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
-        "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
+        "precision": [row["precision"] for row in rows],
         "ms/step": format_each("ms", significant=4),
         "windows": [f"{format_digits(row['ms_min'], 4)}–{format_digits(row['ms_max'], 4)}" for row in rows],
         f"{unit['name']}s/s": format_each("samples_per_s", unit["per_sample"], significant=4),
@@ -96,8 +96,7 @@ def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[s
         "loss": f"after {format_count(record['steps'], 'step')} on one random batch, compared with "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
     }
-    lines = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
-    return [*lines, f"memory: {record['memory']}"]
+    return [f"{name}: {meanings[name]}" for name in columns if name in meanings]
 
 
 def _format_label(row: Record) -> str:

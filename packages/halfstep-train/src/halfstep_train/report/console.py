@@ -18,16 +18,6 @@ from rich.text import Text
 
 from halfstep.errors import make_printable
 
-STYLED = {
-    "green": ("native", "exact", "yes"),
-    "cyan": ("rounded",),
-    "yellow": ("emulated", "subnormal"),
-    "bold red": ("flushed to zero", "overflow"),
-    "dim": ("missing", "no"),
-}
-WORD_STYLES = {word: style for style, words in STYLED.items() for word in words}
-"""Colours of words in table cells."""
-
 
 @contextmanager
 def silence() -> Iterator[None]:
@@ -108,10 +98,10 @@ def make_pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def make_rows_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table from rows of text; words in WORD_STYLES are coloured."""
+    """Make a table from rows of text."""
     table = make_plain_table(*titles)
     for row in rows:
-        table.add_row(*(Text(make_printable(cell), style=WORD_STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(make_printable(cell)) for cell in row))
     return table
 
 

@@ -87,20 +87,12 @@ def open_trackers(
             raise HalfstepError(
                 f"cannot start tracking with {name}: {type(error).__name__}: {summarise_error(error)}",
                 why="a tracker that cannot start would leave no trace of the run",
-                fix=START_FIXES[name],
+                fix=f"check the installation, address and login of {name}, or leave it out of log.track",
             ) from error
     ids |= {one.name: one.id for one in opened if one.id}
     if ids:
         write_atomically(file, json.dumps(ids) + "\n")
     return opened
-
-
-START_FIXES = {
-    "tensorboard": "check the installation: python -c 'import torch.utils.tensorboard'",
-    "wandb": "run `wandb login`, or set WANDB_MODE=offline; or leave wandb out of log.track",
-    "mlflow": "set MLFLOW_TRACKING_URI to a store that answers, such as sqlite:///mlflow.db; or leave mlflow out of "
-    "log.track",
-}
 
 
 def select_scalars(record: Mapping[str, Any]) -> dict[str, float]:

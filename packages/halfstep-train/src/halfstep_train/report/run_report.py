@@ -28,7 +28,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from halfstep.disk import refuse_special_file
-from halfstep.errors import HalfstepError, format_count, make_printable, summarise_error
+from halfstep.errors import HalfstepError, format_count, format_duration, make_printable, summarise_error
 from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text
 from halfstep_train.report.listeners import Callbacks, Listener
 from halfstep_train.report.metrics_file import MetricsFile
@@ -58,6 +58,10 @@ class UsedRun:
         """Return `bf16 on cuda:0`."""
         return f"{self.precision}{' (simulated)' if self.simulated else ''} on {self.device}"
 
+    def to_json(self) -> str:
+        """Return all fields as JSON."""
+        return dump_json(asdict(self))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(UsedRun):
@@ -78,10 +82,6 @@ class EvaluationResult(UsedRun):
     hint: str = ""
     """Advice derived from the scores, if any."""
     files: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Return all fields as JSON."""
-        return dump_json(asdict(self))
 
 
 def show_evaluation(found: EvaluationResult, console: Console) -> None:
@@ -174,7 +174,7 @@ class Predictions(UsedRun):
 def show_predictions(made: Predictions, console: Console) -> None:
     """Print one row per file, then where the results are and how many files failed."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
-    rows = [_make_printable({"file": answer.file, **answer.brief}) for answer in answers]
+    rows = [{"file": answer.file, **answer.brief} for answer in answers]
     if rows:
         table = make_columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
         for column in table.columns:
@@ -187,12 +187,6 @@ def show_predictions(made: Predictions, console: Console) -> None:
     console.print(Text(f"\n{format_count(len(made.answers), 'file')} {how}"), soft_wrap=True)
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
-
-
-def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
-    }
 
 
 # --- progress bars ---
@@ -264,8 +258,8 @@ class Bar:
 
     def _format_time(self, elapsed_s: float, steps_per_s: float) -> str:
         if self.is_over:
-            return f"in {format_time(elapsed_s)}"
-        return f"{format_time((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
+            return f"in {format_duration(elapsed_s)}"
+        return f"{format_duration((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the label, the bar and as many texts as fit the width."""
@@ -400,13 +394,6 @@ def format_rate(steps_per_s: float) -> str:
     if steps_per_s < 1:
         return f"{1 / steps_per_s:.1f} s/it"
     return f"{steps_per_s:.{1 if steps_per_s < 100 else 0}f} it/s"
-
-
-def format_time(seconds: float) -> str:
-    """Format `0:45` or `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 Level = Literal["info", "warning", "error"]

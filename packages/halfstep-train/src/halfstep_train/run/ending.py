@@ -30,7 +30,6 @@ from halfstep.errors import (
 from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.nvml import EnergyMeter
-from halfstep.hardware.probe import probe
 from halfstep.own_loop.repeated_blocks import describe_recomputed
 from halfstep.tensor_files import write_tensors
 from halfstep_train.config.dump import dump_values
@@ -51,7 +50,6 @@ from halfstep_train.run.folder import RunFolder, suggest_resume
 from halfstep_train.run.frozen_modules import describe_frozen
 from halfstep_train.run.journal import WORTH_SAYING, describe_gpu_use, suggest_faster_data
 from halfstep_train.run.loop import Loop
-from halfstep_train.run.memory.sizing import predict_memory_for_page
 from halfstep_train.run.monitor import Monitor
 from halfstep_train.run.run_rank import FarReport
 from halfstep_train.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
@@ -89,7 +87,11 @@ def finish_run(loop: Loop, folder: RunFolder, monitor: Monitor, energy: EnergyMe
         joules = energy.read_joules()
         write_summary(folder, loop, joules)
         busy = describe_gpu_use(monitor, loop.waiting, loop.journal.elapsed_s, loop.engine.mode)
-        _track_files(folder, loop.journal.report)
+        if loop.journal.report.trackers:
+            write_atomically(folder.report / "report.html", render_runs([read_run(folder.path)]))
+            files = [folder.config, folder.plan, folder.metrics]
+            files += [folder.report / name for name in ("summary.json", "report.html")]
+            loop.journal.report.add_files(files)
         show_summary(folder, loop, data, joules, busy)
 
 
@@ -173,16 +175,6 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
 # --- report/summary.json, and what trackers get ---
 
 
-def _track_files(folder: RunFolder, report: RunReport) -> None:
-    """Send config, plan, records and the HTML report to the trackers."""
-    if not report.trackers:
-        return
-    page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
-    write_atomically(folder.report / "report.html", page)
-    files = [folder.config, folder.plan, folder.metrics, folder.report / "summary.json", folder.report / "report.html"]
-    report.add_files([file for file in files if file.is_file()])
-
-
 def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     """Write report/summary.json; energy and peak memory count since the last start or resume."""
     import halfstep
@@ -208,7 +200,6 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
         "precision": plan.granted,
         "simulated": plan.simulated,
         "device": f"{plan.device} ({plan.device_name})",
-        "device_memory_bytes": probe(plan.device).memory_total_bytes,
         "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__},
         "command": ["halfstep", *sys.argv[1:]],
     }

@@ -32,7 +32,6 @@ from halfstep.disk import (
 )
 from halfstep.errors import (
     CheckpointError,
-    ConfigError,
     DataError,
     HardwareError,
     ModelError,
@@ -124,20 +123,9 @@ class RunFolder:
     def create(cls, out: str | None, name: str) -> RunFolder:
         """Create a new folder; an existing one with content is an error, a default name that is taken gets a number."""
         path = Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        cls.refuse_unusable(path)
+        refuse_used_folder(path)
         (path / "report").mkdir(parents=True)
         return cls(path)
-
-    @classmethod
-    def refuse_unusable(cls, path: Path) -> None:
-        """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
-        if path.is_dir() and any(path.iterdir()):
-            raise _explain_taken(path)
-        existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        if not existing.is_dir():
-            raise CheckpointError(
-                f"cannot create the run's folder {path}: {existing} is a file", fix="choose another folder with --out"
-            )
 
     @classmethod
     def open(cls, path: str) -> RunFolder:
@@ -200,16 +188,16 @@ def is_run(source: str) -> bool:
     return (Path(source) / "config.yaml").is_file()
 
 
-UNFINISHED = "unfinished.json"
-"""The file that an interrupted `halfstep predict` leaves in its folder, so that the same call can continue there."""
-
-
-def refuse_used_folder(out: Path) -> None:
-    """Raise ConfigError if `out` exists, unless it is an empty folder."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            f"--out {out} exists already", why="files are never overwritten", fix="choose a new or empty folder"
-        )
+def refuse_used_folder(path: Path) -> None:
+    """Raise CheckpointError if results cannot be written to this folder: it is not empty, or inside a file."""
+    if path.is_dir() and any(path.iterdir()):
+        fix = "choose another --out"
+        if any((path / "checkpoints").glob("*/")):
+            fix += f", or continue that run with: {suggest_command('train', '--resume', path)}"
+        raise CheckpointError(f"{path} already exists and is not empty", why="files are never overwritten", fix=fix)
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise CheckpointError(f"cannot create the folder {path}: {existing} is a file", fix="choose another --out")
 
 
 def suggest_resume(path: Path, world: World | None = None) -> str:
@@ -218,16 +206,6 @@ def suggest_resume(path: Path, world: World | None = None) -> str:
         return "--dry removes the run's folder: leave --dry out to be able to continue"
     ranks = ["--gpus", world.size] if world is not None and world.size > 1 and world.is_on_one_host else []
     return f"continue with: {suggest_command('train', '--resume', path, *ranks)}"
-
-
-def _explain_taken(path: Path) -> CheckpointError:
-    """Return the error for an --out that is not empty; the fix depends on whether it is a run with a checkpoint."""
-    fix = "choose another --out"
-    if any((path / "checkpoints").glob("*/")):
-        fix += f", or continue that run with: {suggest_command('train', '--resume', path)}"
-    elif is_run(str(path)):
-        fix += f", or remove {path}: that run ended before its first checkpoint"
-    return CheckpointError(f"{path} already exists and is not empty", why="a run never overwrites another one", fix=fix)
 
 
 def name_run(workload: str) -> str:

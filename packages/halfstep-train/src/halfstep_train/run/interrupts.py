@@ -59,9 +59,14 @@ def catch_interrupts(*, answers: bool = True, answer: str = FINISHING_STEP) -> I
 @contextmanager
 def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Install a handler for these signals, and restore the previous ones afterwards."""
-    # Python allows signal handlers in the main thread only.
-    is_possible = threading.current_thread() is threading.main_thread()
-    handled = [number for number in numbers if is_possible and _is_ours(number)]
+    # `nohup halfstep train ...` has set SIGHUP to be ignored: leave it so.
+    handled = [
+        number
+        for number in numbers
+        if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    if threading.current_thread() is not threading.main_thread():
+        handled = []  # Python allows signal handlers in the main thread only
     former: dict[int, Any] = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
@@ -70,20 +75,14 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
             signal.signal(number, own)
 
 
-def raise_at_once(when: str = "before training began") -> AbstractContextManager[None]:
-    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a command with nothing to save cleans up."""
+def raise_at_once() -> AbstractContextManager[None]:
+    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a run with nothing to save cleans up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        raise Interrupted(f"stopped by {name} {when}; nothing was left behind", exit_code=128 + number)
+        raise Interrupted(f"stopped by {name} before training began; nothing was left behind", exit_code=128 + number)
 
     return _handle_signals([number for number in SIGNALS if number != signal.SIGINT], end)
-
-
-def _is_ours(number: int) -> bool:
-    """True if this signal should end the run."""
-    # `nohup halfstep train ...` has set SIGHUP to be ignored: leave it so.
-    return number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _print_at_once(text: str) -> None:

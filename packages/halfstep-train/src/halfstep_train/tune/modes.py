@@ -8,14 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from halfstep.disk import find_cache_directory, read_variable
+from halfstep.disk import find_cache_directory
 from halfstep.precision.contexts import BACKWARD_AS_EAGER
 from halfstep.recompute import Blocks as BlockSequence
 from halfstep.recompute import compile_each_block
@@ -85,11 +84,7 @@ def _is_no_echo(record: logging.LogRecord) -> bool:
 
 def keep_compiled_code() -> None:
     """Store compiled kernels where they survive a restart; torch's default is a temporary folder."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(get_code_folder()))
-
-
-def get_code_folder() -> Path:
-    return Path(read_variable("TORCHINDUCTOR_CACHE_DIR") or find_cache_directory() / "inductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(find_cache_directory() / "inductor"))
 
 
 # --- cudnn.benchmark ---

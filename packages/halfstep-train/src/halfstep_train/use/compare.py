@@ -1,7 +1,7 @@
 """`halfstep compare`: test whether rows of settings are equally good, and measure what each costs.
 
     runs     every row with paired seeds, seed by seed, until all are done or the budget is spent
-    table    time, memory, energy, money, final metric, verdict, time to the same quality
+    table    time, memory, energy, money, final metric, verdict
 
 Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
 """
@@ -307,16 +307,6 @@ def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunO
         yield train_row(request, row, seed, place) if too_large is None else replace(too_large, seed=seed)
 
 
-def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
-    """Return when each run first reached the baseline's final quality minus the margin, in seconds; None: never."""
-    finals = comparison.finals
-    if not finals:
-        return []
-    sign = 1 if comparison.mode == "max" else -1
-    bar = sign * sum(finals) / len(finals) - comparison.margin
-    return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
-
-
 def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
     """Return a folder name for each row: its name without special characters, numbered if taken."""
     found: dict[str, ComparedRow] = {}
@@ -433,30 +423,20 @@ def run_in_parallel(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[Run
         pool.shutdown(cancel_futures=True)
 
 
-_busy, _leaving = threading.Lock(), threading.Event()
-"""In a worker process: held while a run trains, and set once no further run may start."""
-
-
 def _run_one(run: Run, job: Job) -> RunOutcome:
-    with _busy:
-        if _leaving.is_set():
-            raise Interrupted("asked to leave")
-        try:
-            return run(*job)
-        except Interrupted:
-            _leaving.set()
-            raise
+    try:
+        return run(*job)
+    except Interrupted:
+        os._exit(1)  # the run is saved; from an exception the pool would go on with the next job
 
 
 def _exit_with_parent() -> None:
-    """Exit this worker when its parent is killed: its run must be unlocked when the comparison is resumed."""
+    """Exit this worker when its parent is killed, after saving its run: a resumed comparison needs it unlocked."""
     comparison = multiprocessing.parent_process()
 
     def wait() -> None:
         assert comparison is not None
         comparison.join()
         os.kill(os.getpid(), signal.SIGTERM)
-        with _busy:  # wait until the run is saved
-            os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -15,14 +15,11 @@ from halfstep.errors import format_bytes, format_count
 from halfstep.precision.names import normalise_precision
 from halfstep_train.report.console import make_columns_table, print_text, split_columns
 from halfstep_train.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
-from halfstep_train.run.memory.sizing import predict_largest_batch
 from halfstep_train.use.compare import (
     OUT_OF_MEMORY,
     Comparison,
     RunOutcome,
     find_differences,
-    load_row,
-    measure_time_to_quality,
 )
 from halfstep_train.use.equivalence import RowVerdict
 
@@ -39,13 +36,9 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
     # The times and memory of runs in parallel or in a simulated format mean nothing.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
+    price = comparison.request.price
     key = find_rate_key(alone[0].summary) if alone else SAMPLES
     units_per_sample = 1.0 if key == SAMPLES else alone[0].summary[key] / alone[0].summary[SAMPLES]
-    price = comparison.request.price
-    is_simulated = any(run.summary.get("simulated") for run in runs)
-    times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
-    # The median over all seeds is infinite if half of them never reach the quality.
-    to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
     judged = "baseline" if verdict is None else str(verdict)
     judged += ", wide margin" if verdict is not None and verdict.word == "same" and comparison.is_wide else ""
     return TableLine(
@@ -58,11 +51,8 @@ def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) ->
         seconds_per_epoch=_compute_median(alone, "trained_s", per="epochs"),
         samples_per_s=1 / per_sample if per_sample else None,
         memory_bytes=_compute_median(alone, "peak_memory_bytes"),
-        largest_batch=_predict_largest_batch(comparison, alone),
         joules=_compute_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
-        seconds_to_same_quality=to_quality_s if math.isfinite(to_quality_s) else None,
-        seeds_that_never_reached_it=times.count(None),
         rate=(format_rate_unit(key), units_per_sample / per_sample) if per_sample else None,
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
@@ -76,17 +66,6 @@ def _describe_ran(comparison: Comparison, row: str) -> str:
         return "simulated"
     others = {summary["precision"] for summary in summaries if "precision" in summary} - {asked}
     return f"ran {', '.join(sorted(others))}" if others and asked != "auto" else ""
-
-
-def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) -> int | None:
-    """Predict the largest batch that fits the GPU that the row ran on."""
-    memory = alone[0].summary.get("device_memory_bytes") if alone else None
-    if memory is None or not str(alone[0].summary["device"]).startswith("cuda"):
-        return None
-    request, run = comparison.request, alone[0]
-    row = next(row for row in request.rows if row.name == run.row)
-    config = load_row(request, row, run.seed).config
-    return predict_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
 def _compute_median(runs: Sequence[RunOutcome], key: str, *, per: str = "") -> float | None:
@@ -174,12 +153,8 @@ class TableLine:
     seconds_per_epoch: float | None
     samples_per_s: float | None
     memory_bytes: float | None
-    largest_batch: int | None
-    """Predicted to fit the device; None without a GPU."""
     joules: float | None
     money: float | None
-    seconds_to_same_quality: float | None
-    seeds_that_never_reached_it: int
     rate: tuple[str, float] | None
     """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
     curves: Sequence[Sequence[tuple[int, float]]]
@@ -202,14 +177,12 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
         "s/epoch": [_format_number(line.seconds_per_epoch) for line in lines],
         rate: [_format_number(line.rate and line.rate[1]) for line in lines],
         "memory": [format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "" for line in lines],
-        "largest\nbatch": [f"{line.largest_batch:,}" if line.largest_batch else "" for line in lines],
         "J/run": [_format_number(line.joules) for line in lines],
         "money/run": [_format_number(line.money) for line in lines],
     }
     columns[metric] = [_format_spread(line.values) for line in lines]
     bounds = [line.difference for line in lines]
     columns["difference"] = ["" if one is None else f"{one[0]:+.2g} … {one[1]:+.2g}" for one in bounds]
-    columns["time to\nsame quality"] = [_format_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
     # Drop columns without any measurement.
     return {title: cells for title, cells in columns.items() if any(cells)}
@@ -244,10 +217,3 @@ def _format_spread(values: Sequence[float]) -> str:
         return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):#.4g} ± {deviation:.2g}"
-
-
-def _format_quality(line: TableLine) -> str:
-    never = line.seeds_that_never_reached_it
-    if line.seconds_to_same_quality is None:
-        return "not reached" if never else ""
-    return f"{line.seconds_to_same_quality:.1f} s" + (f" ({never} not)" if never else "")

@@ -22,6 +22,7 @@ LEVEL = 0.05
 """Probability of calling a difference as large as the margin "same", over all rows."""
 SEEDS = 8
 FEWEST_SEEDS = 5
+"""With fewer, the interval is wider than any useful margin."""
 MOST_SEEDS = 400
 """More seeds than this are not worth suggesting."""
 
@@ -46,8 +47,8 @@ class RowVerdict:
         return self.word + (aside if self.word == "same" and not self.low <= 0 <= self.high else "")
 
 
-def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> None:
-    """Refuse rows, seeds or a margin that cannot give a verdict."""
+def refuse_bad_rows(names: Sequence[str], margin: float | None) -> None:
+    """Refuse rows or a margin that cannot give a verdict."""
     if len(names) < 2:
         raise ConfigError(
             f"a comparison needs two rows, but there is {f'only {names[0]!r}' if names else 'none'}",
@@ -56,12 +57,6 @@ def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> N
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
         raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
-    if seeds < FEWEST_SEEDS:
-        raise ConfigError(
-            f"--seeds {seeds} is too few",
-            why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
-            fix=f"--seeds {FEWEST_SEEDS} or more; the default is {SEEDS}",
-        )
     if margin is not None and not 0 < margin < math.inf:
         raise ConfigError(f"--margin {margin:g} is not valid", fix="give a positive number in the metric's unit")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ class OpenedRun:
     """The checkpoint's folder."""
     checkpoint: Checkpoint
     notes: tuple[str, ...] = ()
-    """Notes for the user, such as a damaged checkpoint that was skipped."""
+    """Notes for the user, such as that no checkpoint is the best one."""
 
     @property
     def store(self) -> dict[str, Any]:
@@ -81,15 +81,14 @@ class OpenedRun:
 
 
 def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> OpenedRun:
-    """Read settings and weights; replace a damaged checkpoint by an intact one, with a note.
+    """Read settings and weights of the `best` or `last` checkpoint, or of one by name or step.
 
     `trust` imports custom code that the user did not train the run with.
     """
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
-    notes: list[str] = []
-    chosen, content = _load_first_whole(_list_candidates(folder.open_checkpoints(), checkpoint, notes), notes)
-    return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
+    path, notes = _choose_checkpoint(folder.open_checkpoints(), checkpoint)
+    return OpenedRun(folder=folder, config=config, path=path, checkpoint=load(path), notes=notes)
 
 
 def check_frozen_parts(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
@@ -163,45 +162,25 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
-    """Return the checkpoints to try, in order; only `best` and `last` have alternatives."""
-    newest_first = checkpoints.list_all()[::-1]
-    if not newest_first:
+def _choose_checkpoint(checkpoints: Checkpoints, asked: str) -> tuple[Path, tuple[str, ...]]:
+    """Return the checkpoint that is asked for, and notes."""
+    found = checkpoints.list_all()
+    if not found:
         raise CheckpointError(
             f"no checkpoint in {checkpoints.folder}", fix="train the run first, or give another run's folder"
         )
     if asked == "last":
-        return newest_first
+        return found[-1], ()
     if asked == "best":
         best = checkpoints.find_best()
-        if best is None:
-            notes.append("no checkpoint is marked as the best one (was there a validation?): using the newest")
-            return newest_first
-        return [best, *(path for path in newest_first if path != best)]
-    named = {path.name: path for path in newest_first}
-    # Newest last, so that the newest checkpoint of a step wins.
-    by_step = {str(int(path.name.split("-")[1])): path for path in newest_first[::-1]}
-    if found := named.get(asked) or by_step.get(asked):
-        return [found]
-    raise CheckpointError(
-        f"no checkpoint {asked!r} in {checkpoints.folder}", fix=suggest_nearest(asked, ["best", "last", *sorted(named)])
-    )
-
-
-def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
-    """Load the first checkpoint that is intact; note the damaged ones before it."""
-    failures: list[CheckpointError] = []
-    for path in candidates:
-        try:
-            content = load(path)
-        except CheckpointError as error:
-            failures.append(error)
-            continue
-        notes += [f"{error.what}; using {path.name} instead" for error in failures]
-        return path, content
-    raise CheckpointError(
-        failures[0].what, why="no other checkpoint could be used", fix="try --checkpoint last, or train the run again"
-    )
+        none = "no checkpoint is marked as the best one (was there a validation?): using the newest"
+        return (found[-1], (none,)) if best is None else (best, ())
+    # The newest checkpoint of a step wins.
+    by_name = {path.name: path for path in found} | {str(int(path.name.split("-")[1])): path for path in found}
+    if asked not in by_name:
+        known = ["best", "last", *sorted(path.name for path in found)]
+        raise CheckpointError(f"no checkpoint {asked!r} in {checkpoints.folder}", fix=suggest_nearest(asked, known))
+    return by_name[asked], ()
 
 
 def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> TrainedModel:

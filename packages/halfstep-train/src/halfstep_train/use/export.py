@@ -9,7 +9,7 @@ import copy
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.step.randomness import choose_algorithms
 from halfstep.tensor_files import write_tensors
 from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text, silence
-from halfstep_train.report.run_report import RunReport
+from halfstep_train.report.run_report import RunReport, UsedRun
 from halfstep_train.run.folder import refuse_used_folder
 from halfstep_train.run.frozen_modules import name_lost_files
 from halfstep_train.use.evaluate import LoadedModel, choose_plan, load_data, load_weights, open_run
@@ -47,14 +47,10 @@ ONE_FILE_BYTES = 2**31 - 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportResult:
+class ExportResult(UsedRun):
     """What was written, and its scores, as plain values. `before` and `after` refer to the run's weights in fp32 and to
     the written file."""
 
-    run: str
-    workload: str
-    checkpoint: str
-    weights: str
     to: str
     format: str
     files: tuple[str, ...]
@@ -71,10 +67,6 @@ class ExportResult:
     """Between the outputs for the first validation samples."""
     quantised_share: float | None
     warning: str
-    seconds: float
-
-    def to_json(self) -> str:
-        return dump_json(asdict(self))
 
 
 def export(
@@ -128,10 +120,7 @@ def export(
         write_atomically(folder / "preprocessing.json", dump_json(facts) + "\n")
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         found = ExportResult(
-            run=str(run.folder.path),
-            workload=run.config.workload,
-            checkpoint=run.path.name,
-            weights=run.weights,
+            **run.collect_facts(plan),
             to=to,
             format=format,
             files=tuple(str(target / file.relative_to(folder)) for file in (*files, folder / "export.json")),

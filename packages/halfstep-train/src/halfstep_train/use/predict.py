@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from halfstep.disk import write_atomically
-from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
+from halfstep.errors import ConfigError, DataError, Interrupted, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.data.files import list_some, make_natural_key
 from halfstep_train.models.initial_values import skip_initialisation
-from halfstep_train.report.console import dump_json
 from halfstep_train.report.run_report import Answer, Failure, Predictions, RunReport
-from halfstep_train.run.folder import UNFINISHED
 from halfstep_train.run.frozen_modules import name_lost_files
-from halfstep_train.run.interrupts import Interrupts, catch_interrupts
+from halfstep_train.run.interrupts import catch_interrupts
 from halfstep_train.use.evaluate import (
     check_frozen_parts,
     choose_plan,
@@ -94,18 +90,13 @@ def predict(
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = request.out is not None or command.writes_files
-    # Stored with an interrupted call: only the same call may continue it.
-    call = {**run.collect_facts(plan), "options": request.options, "inputs": [str(path.absolute()) for path in asked]}
-    left = _read_unfinished(request.out, call)
-    opened: AbstractContextManager[Path | None] = nullcontext(request.out)
-    if has_folder and not left:
+    opened: AbstractContextManager[Path | None] = nullcontext()
+    if has_folder:
         opened = make_fresh_folder(request.out, run.folder.path / "predictions")
     with opened as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []
-        if folder and left:
-            answers, inputs = _continue(folder, left, inputs, report)
         try:
             with (
                 catch_interrupts(answer=FINISHING) as asked_to_stop,
@@ -129,7 +120,11 @@ def predict(
                 fix=f"remove {folder}, or choose another folder with --out" if has_files else "",
             ) from None
         if asked_to_stop and bar.done < bar.total:
-            raise _store_unfinished(folder, call, command, answers, bar.total - bar.done, asked_to_stop)
+            name = signal.Signals(asked_to_stop.exit_code - 128).name
+            num = f"{len(answers):,} of {format_count(len(answers) + bar.total - bar.done, 'prediction')}"
+            where = f"are written to {folder}" if folder and answers else "are done; nothing was written"
+            by = "Ctrl-C" if name == "SIGINT" else name
+            raise Interrupted(f"stopped by {by}: {num} {where}", exit_code=asked_to_stop.exit_code)
         if failed:
             _refuse_none_usable(answers, failed)
         made = Predictions(
@@ -154,68 +149,6 @@ def _find_command(workload: str) -> PredictCommand:
             fix=f"define one (examples/own_workload.py shows how); supported workloads: {able}",
         )
     return command
-
-
-# --- interrupted calls ---
-
-
-def _read_unfinished(out: Path | None, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an interrupted call with the same arguments left in `--out`; empty if there is none.
-
-    Any other folder with content is refused as usual.
-    """
-    if out is None or not (out / UNFINISHED).is_file():
-        return {}
-    try:
-        left: dict[str, Any] = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
-        return left if left["halfstep predict"] == json.loads(dump_json(call)) else {}
-    except (ValueError, KeyError, TypeError):  # not written by halfstep
-        return {}
-
-
-def _continue(
-    folder: Path, left: Mapping[str, Any], inputs: list[Input], report: RunReport
-) -> tuple[list[Answer], list[Input]]:
-    """Return the answers of an interrupted call and the inputs that have none; remove what is drawn again."""
-    (folder / UNFINISHED).unlink()  # its list becomes stale now
-    for name in left["drawn again"]:
-        (folder / name).unlink(missing_ok=True)
-    answers = [Answer(**one) for one in left["answers"]]
-    done = {answer.file for answer in answers}
-    # All frames of a folder share one answer, under the folder's name.
-    inputs = [item for item in inputs if done.isdisjoint(map(make_printable, (str(item.path), str(item.path.parent))))]
-    if answers:
-        report.notice(f"continuing in {folder} after {format_count(len(answers), 'prediction')} of an interrupted call")
-    return answers, inputs
-
-
-def _store_unfinished(
-    folder: Path | None,
-    call: Mapping[str, Any],
-    command: PredictCommand,
-    answers: list[Answer],
-    num_left: int,
-    asked_to_stop: Interrupts,
-) -> Interrupted:
-    """Store what the same call needs to continue; return the error that reports the progress."""
-    name = signal.Signals(asked_to_stop.exit_code - 128).name
-    by = "Ctrl-C" if name == "SIGINT" else name
-    num = f"{len(answers):,} of {format_count(len(answers) + num_left, 'prediction')}"
-    if not folder or not answers:
-        return Interrupted(f"stopped by {by} after {num}; nothing was written", exit_code=asked_to_stop.exit_code)
-    left: dict[str, Any] = {"halfstep predict": call, "answers": [], "drawn again": []}
-    if command.needs_input:
-        left["answers"] = [asdict(one) for one in answers]
-    else:  # samples have no input that identifies them; the same seed draws them again
-        named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
-        left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
-    write_atomically(folder / UNFINISHED, dump_json(left) + "\n")
-    again = "continues" if command.needs_input else "draws all of them again"
-    return Interrupted(
-        f"stopped by {by}: {num} are written to {folder}",
-        fix=f"run the same command with --out {folder}, which {again} there",
-        exit_code=asked_to_stop.exit_code,
-    )
 
 
 # --- inputs ---

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import parse_json, read_sealed
+from halfstep.disk import parse_json
 from halfstep.errors import CheckpointError, format_duration, suggest_command
 from halfstep_train.config.foreign import flatten_keys
 from halfstep_train.config.yaml_source import read_yaml
@@ -107,7 +107,7 @@ def read_run(path: Path) -> RunRecord:
         name=path.resolve().name,
         path=path,
         records=read(path / "metrics.jsonl"),
-        plan=_read_plan(path / "plan.json"),
+        plan=_read_json(path / "plan.json"),
         summary=_read_json(path / "report" / "summary.json"),
         settings=_read_settings(path),
         samples=_find_samples(path / "report" / "samples"),
@@ -138,15 +138,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read: {error}", fix="restore it, or remove it to write the page without it"
         ) from error
-
-
-def _read_plan(path: Path) -> dict[str, Any]:
-    """Return the plan; one that was edited carries a warning, which the page shows."""
-    plan = _read_json(path)
-    try:
-        return read_sealed(path.read_bytes()) if plan else {}
-    except ValueError as error:
-        return {**plan, "warnings": [*plan.get("warnings", ()), f"plan.json is not what the run wrote: {error}"]}
 
 
 def _read_settings(path: Path) -> dict[str, tuple[str, str]]:

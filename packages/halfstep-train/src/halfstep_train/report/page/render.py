@@ -22,12 +22,8 @@ MOST_ROWS = 200
 """Rows shown per table; further rows are only counted."""
 
 
-Memory = Mapping[str, int] | str
-"""Bytes by component, or why they are unknown."""
-
-
-def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str:
-    """Render the page of one or several runs; `memory` is the predicted memory of each run's step."""
+def render_runs(runs: Sequence[RunRecord]) -> str:
+    """Render the page of one or several runs."""
     title = ", ".join(run.name for run in runs)
     if len(runs) == 1:
         title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', title)}".strip()
@@ -36,12 +32,10 @@ def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str
         found = [(f"{heading}: {run.name}" if len(runs) > 1 else heading, run) for run in runs if has_any(run)]
         return "".join(_render_section(name, render(run)) for name, run in found)
 
-    predicted = dict(zip((run.path for run in runs), memory, strict=False))
     sections = [
         *(_render_cards(run) for run in runs),
         _render_section("Curves", _render_charts(build_charts(runs))),
         render_each("Plan", _render_plan, lambda run: run.plan),
-        render_each("Memory", lambda run: _render_memory(run, predicted[run.path]), lambda run: run.path in predicted),
         render_each("Where the time went", _render_time, lambda run: run.summary.get("elapsed_s")),
         render_each("Faults", _render_faults, lambda run: True),
         render_each("Ranges", _render_watch, lambda run: run.select_kind("watch")),
@@ -140,20 +134,6 @@ def _render_time(run: RunRecord) -> str:
     }
     rows = [[name, format_duration(seconds), f"{seconds / whole:.0%}"] for name, seconds in parts.items()]
     return _render_table(["part", "time", "share"], rows)
-
-
-def _render_memory(run: RunRecord, found: Memory) -> str:
-    """Render the predicted memory of one step."""
-    if isinstance(found, str):
-        return f"<p>Not predicted: {escape(found)}</p>"
-    whole = sum(found.values())
-    rows = [[name, _format_size(size), f"{size / whole:.0%}"] for name, size in found.items() if size]
-    measured = run.summary.get("peak_memory_bytes")
-    text = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
-    if isinstance(measured, int):
-        whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
-        text += f"; measured, of {whose}: {_format_size(measured)}"
-    return f"<p>{text}.</p>" + _render_table(["part", "size", "share"], rows)
 
 
 def _render_faults(run: RunRecord) -> str:

@@ -17,6 +17,6 @@ How a prediction is made, one file per stage:
     step_trace.py       record its operations and allocations; sum them up over the step
     compiled.py         derive from the eager trace what torch.compile keeps, recomputes and fuses
     planner.py          peak by component for a precision, mode, level and batch; what fits a device
-    sizing.py           use the prediction: micro-batch, suggestions, costs for `guide` and `bench`
+    sizing.py           use the prediction: micro-batch, suggestions, costs for `guide`
     out_of_memory.py    cut a window into micro-batches, and explain out-of-memory errors
 """

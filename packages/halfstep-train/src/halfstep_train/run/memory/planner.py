@@ -12,7 +12,6 @@ the memory reserved once it is (hardware/memory.py). The prediction comes from a
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.recompute import Recompute
-from halfstep_train.config.schema import ADAM_LIKE, RunConfig, TrainConfig
+from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.kernels.fast_forms import has_triton
 from halfstep_train.run.memory.compiled import PRODUCTS, derive_compiled_timeline
 from halfstep_train.run.memory.sharded import ShardUnit, replicate_timeline, shard_timeline
@@ -289,8 +288,6 @@ Blocks: one more forward pass, a third of a step's arithmetic. Alternate: their 
 SMALL_OPTIMIZER_TIME = 1.02
 SHARD_TIME = 1.05
 """A sharded step over the same step of DDP: GPT-2 XL in a world of one (benchmarks/results/sharded_gpt2_xl.json)."""
-LARGEST_GROWTH = 4
-"""Largest factor by which a larger batch is proposed: far larger ones need more epochs (McCandlish et al. 2018)."""
 MOST = 1 << 20
 """Upper limit of the search for a batch size."""
 
@@ -479,15 +476,6 @@ def refuse_nothing_fits(
 def describe_effects(planner: MemoryPlanner, config: RunConfig, fits: Sequence[Fit]) -> Iterator[str]:
     """Yield notes on what the proposed batch and accumulation change in training."""
     train, wanted = config.train, config.train.batch_size * config.train.accumulate
-    best = fits[0]
     yield f"batch x accumulate stays {wanted} samples per step, so the learning rate stays {config.optimizer.lr:g}"
-    if best.largest_batch >= 2 * train.batch_size:
-        size = min(best.largest_batch, LARGEST_GROWTH * train.batch_size)
-        rule = "square root of the batch, for Adam" if config.optimizer.name in ADAM_LIKE else "linear in the batch"
-        factor = math.sqrt(size / wanted) if config.optimizer.name in ADAM_LIKE else size / wanted
-        yield (
-            f"train.batch_size={size} would fit: use optimizer.lr={config.optimizer.lr * factor:.3g} with it ({rule}); "
-            "an epoch then has fewer steps"
-        )
     if planner.step.has_batch_norm and any(fit.batch_size < train.batch_size for fit in fits):
         yield "BatchNorm sees micro-batches: its statistics change with a smaller train.batch_size"

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, format_count, summarise_error
+from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, format_count
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.repeated_blocks import describe_blocks
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.assemble import Assembly
-from halfstep_train.run.checkpoint import read_document
-from halfstep_train.run.folder import RunFolder, load_stored
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
 from halfstep_train.run.memory.planner import (
     USABLE,
     Cell,
     MemoryPlanner,
-    compute_usable_bytes,
     find_fits,
     find_largest_batch,
 )
@@ -36,7 +31,6 @@ from halfstep_train.tune.choose import Say
 from halfstep_train.tune.modes import Mode
 from halfstep_train.tune.trials import MemorySetting
 from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.import_path import UnknownCode
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Workload
 
@@ -164,7 +158,6 @@ def _measure_limit(plan: Plan, num_ranks: int) -> int:
 class StepCost:
     """What a step needs: bytes independent of the batch, and bytes per sample."""
 
-    num_parameters: int
     fixed_bytes: int
     sample_bytes: int
     usable: float = USABLE_ON_CPU
@@ -204,46 +197,14 @@ def predict_step_cost(
     known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
     if key not in known:
         known[key] = MemoryPlanner(build_traceable_step(config, store), hardware)
-    step, found = known[key].step, known[key].predict(cell)
+    found = known[key].predict(cell)
     # One prediction is enough: fixed parts do not change, the others grow with the batch.
     by_batch = sum(found.components[name] for name in BY_BATCH)
     return StepCost(
-        num_parameters=step.num_parameters,
         fixed_bytes=found.total - by_batch,
         sample_bytes=max(1, by_batch // size),
         usable=USABLE if is_gpu else USABLE_ON_CPU,
     )
-
-
-def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:
-    """Return the largest micro-batch that fits a device of this memory; None if the step cannot be traced."""
-    try:
-        planner = MemoryPlanner(build_traceable_step(config))
-        return find_largest_batch(planner, Cell.of(config.train, precision, mode), compute_usable_bytes(memory_bytes))
-    except HalfstepError:
-        return None
-
-
-def predict_memory_for_page(path: Path) -> dict[str, int] | str:
-    """Return the predicted peak bytes by component of a stored run's micro-batch on one rank, or why there are none.
-
-    Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
-    """
-    folder = RunFolder(path)
-    try:
-        config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
-        newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
-        state = read_document(newest[0])["state"] if newest else {}
-        whole = Cell.of_plan(config.train, plan)
-        size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
-        cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
-        if ranks := len(state.get("rank_generators", ())):
-            cell = cell.spread(ranks, "shard" if plan.shards else "ddp")
-        return dict(MemoryPlanner(build_traceable_step(config, state.get("store"))).predict(cell).components)
-    except UnknownCode:
-        return "the run uses custom code, which a report never runs"
-    except (HalfstepError, OSError) as error:
-        return summarise_error(error)
 
 
 def suggest_fitting_settings(
