@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from halfstep_train.models.weights import load_weights_, match_names, read_weigh
 from halfstep_train.workloads import get_model_name
 from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData, choose_side, measure_median_size, read_size
-from halfstep_train.workloads.base.workload import Prepare, Workload
+from halfstep_train.workloads.base.using import Guiding, choose_side, measure_median_size, read_size
+from halfstep_train.workloads.base.workload import OpenedData, Prepare, Workload
 from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, prepare_images
 from halfstep_train.workloads.classification.config import (
     SMALL_CHANGES,
@@ -46,9 +47,8 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the classes that data must have."""
     data = open_image_data(config.data, store, quiet=config.log.quiet)
     is_new = store is None
-    if store is None:
-        store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
-    check_same_classes(store["classes"], data.classes)
+    store = data.store if store is None else store
+    check_same_classes(store["classes"], data.store["classes"])
     sides, settled = measure_sides(data.train) if is_new else None, {}
     if sides is not None and (fitting := config.data.fit_augmentation(max(sides))) != config.data.augment:
         settled["data.augment"] = fitting
@@ -65,7 +65,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     rows = data.about
     if is_new:
         rows = (*rows, *describe_scaling(config, sides), *describe_augmentation(config.data, sides))
-    about = {"notes": data.notes, "val_names": data.val_names, "about": rows, "settled": settled}
+    about = {"notes": data.notes, "about": rows, "settled": settled}
     by_batch = ("Mixup and CutMix",) if config.data.augment.is_mixing else ()
     return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
 
@@ -322,13 +322,12 @@ class Guide(Guiding):
     def open(self, config: ClassifierConfig) -> OpenedData:
         data = open_image_data(config.data)
         assert isinstance(data.train, TrainingFiles | TrainingImages)
-        return OpenedData(
-            train=data.train,
-            val=data.val,
-            store={"classes": list(data.classes)},
-            classes=tuple(data.titles.get(name, name) for name in data.classes),
-            counts=tuple(torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()),
-            notes=data.notes,
+        classes, titles = data.store["classes"], data.store["titles"]
+        return replace(
+            data,
+            about=(),
+            classes=tuple(titles.get(name, name) for name in classes),
+            counts=tuple(torch.bincount(data.train.labels, minlength=len(classes)).tolist()),
             sides=measure_sides(data.train),
         )
 

@@ -28,8 +28,8 @@ from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.frozen_vae import ENCODED_AT_ONCE, LatentDraws, use_format
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.using import Guiding, OpenedData, measure_median_size, read_size
-from halfstep_train.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads.base.using import Guiding, measure_median_size, read_size
+from halfstep_train.workloads.base.workload import Batch, OpenedData, Workload
 from halfstep_train.workloads.diffusion import vae as autoencoder
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
@@ -223,7 +223,6 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         found,
         with_vae=config.data.cache == "off",
         notes=(*data.notes, *adopted.notes),
-        val_names=data.val_names,
         about=(*data.about, *adopted.about, *samples.about, *describe_conditions(config, parts)),
         settled={**adopted.settled, **samples.settled},
     )

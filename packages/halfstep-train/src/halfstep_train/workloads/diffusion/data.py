@@ -52,10 +52,6 @@ class DiffusionData:
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def val_names(self) -> tuple[str, ...]:
-        return tuple(path.relative_to(self.root).as_posix() for path in self.val.paths)
-
 
 def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = "none") -> DiffusionData:
     """Find the images of the data folder and check every file."""

@@ -33,7 +33,7 @@ from halfstep_train.workloads.base.frozen_vae import (
     open_or_encode,
     refuse_uncached,
 )
-from halfstep_train.workloads.base.workload import Batch, FrozenPart
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, OpenedData
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.data import (
     DiffusionData,
@@ -395,21 +395,9 @@ Store = Mapping[str, Any]
 Tokens = list[Tensor] | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedSamples:
-    """Samples of both splits, with facts for the run's header and store."""
-
-    train: Samples
-    val: Samples
-    about: tuple[tuple[str, str], ...] = ()
-    settled: Mapping[str, Any] = field(default_factory=dict)
-    store: Mapping[str, str] = field(default_factory=dict)
-    """With cached latents: their checksum, that of the VAE, and the VAE's format."""
-
-
 def open_samples(
     config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, store: Store | None
-) -> OpenedSamples:
+) -> OpenedData:
     """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
     tokens = None
     listings = (data.train, data.val)
@@ -418,7 +406,7 @@ def open_samples(
         tokens = [parts.conditions.tokenize(captions) for captions in data.captions]
         plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
     if parts.vae is None:
-        return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
+        return OpenedData(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
     about = [("diffuses", f"latents of {parts.vae_source}")]
     modules = dict(config.precision.modules)
     if store is None:
@@ -431,7 +419,7 @@ def open_samples(
         form = store.get("vae_format") or modules.pop("vae", "fp32")
     if config.data.cache == "off":
         settled = {"precision.modules": {**modules, "vae": form}}
-        return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
+        return OpenedData(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
     found = _open_cached(config, data, parts, form, store, tokens)
     return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
 
@@ -448,8 +436,10 @@ def choose_format(config: DiffusionConfig, data: DiffusionData, parts: Diffusion
 
 def _open_cached(
     config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, form: str, store: Store | None, tokens: Tokens
-) -> OpenedSamples:
-    """Open cached latents as samples; refuse another VAE than that of the stored run."""
+) -> OpenedData:
+    """Open cached latents as samples; refuse another VAE than that of the stored run.
+
+    The store holds the checksums of latents and VAE, and the VAE's format."""
     own = hash_weights(parts.vae)
     stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
     if stored["vae_sha256"] not in ("", own):
@@ -466,7 +456,7 @@ def _open_cached(
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
     for part, words in zip(extra, tokens or (), strict=tokens is not None):
         part["tokens"] = words
-    return OpenedSamples(
+    return OpenedData(
         train=CachedLatents(cache.moments[:split], flip=config.data.flip, extra=extra[0]),
         val=CachedLatents(cache.moments[split:], extra=extra[1]),
         about=(("latents", line),),

@@ -45,7 +45,7 @@ def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload
     model = build_model(config, store)
     pictures = [make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val)]
     found = {"vae": dump_config(model.vae)}
-    about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
+    about = {"notes": data.notes, "about": data.about}
     return make_workload(config, model, pictures[0], pictures[1], found, **about)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,8 @@ from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData
-from halfstep_train.workloads.base.workload import FrozenPart, Workload
+from halfstep_train.workloads.base.using import Guiding
+from halfstep_train.workloads.base.workload import FrozenPart, OpenedData, Workload
 from halfstep_train.workloads.radio.config import (
     SMALL_FIRST_STAGE,
     FirstStageConfig,
@@ -44,7 +45,6 @@ from halfstep_train.workloads.radio.first_stage import (
     read_some_maps,
 )
 from halfstep_train.workloads.radio.maps import (
-    RadioData,
     draw_condition,
     draw_gain,
     find_data,
@@ -185,7 +185,9 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     )
 
 
-def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
+def _choose_scale(
+    config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: OpenedData
+) -> tuple[float, str]:
     """Return the factor of the latents, and where it comes from."""
     scale = config.model.scale_factor
     if scale != "auto":
@@ -198,7 +200,7 @@ def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None
 
 
 def _choose_format(
-    config: RadioDiffConfig, vae: RadioVAE, data: RadioData
+    config: RadioDiffConfig, vae: RadioVAE, data: OpenedData
 ) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
     """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan.
 
@@ -311,7 +313,7 @@ def make_workload(
     store: Mapping[str, Any],
     model: RadioUNet,
     vae: FrozenPart,
-    data: RadioData,
+    data: OpenedData,
     *,
     about: tuple[tuple[str, str], ...] = (),
     settled: Mapping[str, Any] | None = None,
@@ -334,7 +336,6 @@ def make_workload(
         scoring=f"of samples: {SCORING}",
         store=store,
         notes=data.notes,
-        val_names=data.list_val_names(),
         about=(*data.about, *about, ("sampling", describe_steps(settings.sampling_steps, settings))),
         frozen={"vae": vae},
         settled=settled or {},
@@ -359,7 +360,7 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
 
 def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
-    data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
+    data = OpenedData(train=samples, val=samples)
     if isinstance(config, RadioVaeConfig):
         return make_vae_workload(config, build_vae_model(config), data)
     store = {**make_random_store(config), **store}
@@ -393,10 +394,8 @@ class Guide(Guiding):
 
     def open(self, config: RadioVaeConfig | RadioDiffConfig) -> OpenedData:
         data = find_data(config)
-        size = data.train.size
-        return OpenedData(
-            train=data.train, val=data.val, store={}, classes=("map",), notes=data.notes, sides=(size[1], size[0])
-        )
+        height, width = data.train.size
+        return replace(data, about=(), classes=("map",), sides=(width, height))
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """Draw the city with its antenna, and the gain, side by side."""

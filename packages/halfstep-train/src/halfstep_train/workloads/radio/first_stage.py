@@ -39,10 +39,9 @@ from halfstep_train.workloads.base.frozen_vae import (
     refuse_uncached,
 )
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.base.workload import OpenedData, Workload
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.maps import (
-    RadioData,
     RadioMaps,
     RadioTree,
     find_data,
@@ -89,7 +88,7 @@ def has_critic(config: RadioVaeConfig) -> bool:
     return settings.enabled and (last == 0 or settings.start < last)
 
 
-def make_vae_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
+def make_vae_workload(config: RadioVaeConfig, model: VaeNet, data: OpenedData) -> Workload:
     """Build the workload from its model and data."""
     trainer = MapVaeTrainer(config)
     return trainer.build_workload(
@@ -105,7 +104,6 @@ def make_vae_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) ->
         scoring=f"of reconstructions: {SCORING}",
         store={"sizes": config.model.first_stage.model_dump(mode="json"), "image_size": config.data.image_size},
         notes=data.notes,
-        val_names=data.list_val_names(),
         about=(*data.about, *_describe_critic(config)),
         sample=make_sampler(data.val, trainer.prepare, trainer.forward),
     )
@@ -279,8 +277,8 @@ LATENTS_CHECKSUM = "latents_sha256"
 
 
 def add_latents(
-    config: RadioDiffConfig, data: RadioData, vae: RadioVAE, store: Mapping[str, Any]
-) -> tuple[RadioData, dict[str, Any]]:
+    config: RadioDiffConfig, data: OpenedData, vae: RadioVAE, store: Mapping[str, Any]
+) -> tuple[OpenedData, dict[str, Any]]:
     """If latents are cached, add them to the training samples and their checksum to the store."""
     if config.data.cache == "off":
         return data, dict(store)

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,10 +31,10 @@ from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder, run_in_threads
 from halfstep_train.data.images import read_image, read_image_facts, to_bytes
-from halfstep_train.data.loader import make_generator
+from halfstep_train.data.loader import Samples, make_generator, name_sample
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.workloads.base.sheets import draw_table
-from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
+from halfstep_train.workloads.base.workload import Forward, OpenedData, Prepare, Sample
 from halfstep_train.workloads.radio.config import RadioDataConfig
 
 Role = Literal["train", "val", "test"]
@@ -293,22 +293,7 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
 # --- both splits, and bytes as floats ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RadioData:
-    """Training and validation samples, with facts and notes for the user."""
-
-    train: Any
-    """RadioMaps, or samples derived from them."""
-    val: RadioMaps
-    about: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-
-    def list_val_names(self) -> tuple[str, ...]:
-        """Return the file names of validation maps; empty for random samples."""
-        return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
-
-
-def find_data(config: RunConfig) -> RadioData:
+def find_data(config: RunConfig) -> OpenedData:
     """Open the training and validation maps; raise DataError if there are none of either."""
     settings = config.data
     assert isinstance(settings, RadioDataConfig)
@@ -321,7 +306,7 @@ def find_data(config: RunConfig) -> RadioData:
         f"{format_count(len({item.number for item in part.items}), 'map')}"
         for name, part in (("training", train), ("validation", val))
     )
-    return RadioData(
+    return OpenedData(
         train=train,
         val=val,
         about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{_name_split(settings)}: {sizes}")),
@@ -450,7 +435,7 @@ def draw_error(predicted: Array, truth: Array) -> Array:
     return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
 
 
-def make_sampler(maps: RadioMaps, prepare: Prepare, forward: Forward) -> Sample:
+def make_sampler(maps: Samples, prepare: Prepare, forward: Forward) -> Sample:
     """Return a function that runs the model on the first validation maps and draws them as a sheet."""
 
     def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
@@ -461,7 +446,10 @@ def make_sampler(maps: RadioMaps, prepare: Prepare, forward: Forward) -> Sample:
             prepared = prepare({name: value.to(device) for name, value in batch.items()}, key=key, training=False)
         found = forward(model, prepared)["map"]
         rows = [
-            (maps.name_of(index), draw_cells(one[0].float().cpu().numpy(), gain[0].numpy() / 255, condition.numpy()))
+            (
+                name_sample(maps, index),
+                draw_cells(one[0].float().cpu().numpy(), gain[0].numpy() / 255, condition.numpy()),
+            )
             for index, one, gain, condition in zip(indices, found, batch["gain"], batch["condition"], strict=True)
         ]
         return {"maps": np.asarray(draw_map_sheet(rows))}

@@ -26,8 +26,8 @@ from halfstep_train.data.images import USUAL, choose_scale, describe_outliers, r
 from halfstep_train.data.loader import Batch, BatchDraws, Samples, make_generator
 from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData, measure_median_size
-from halfstep_train.workloads.base.workload import Prepare, Workload
+from halfstep_train.workloads.base.using import Guiding, measure_median_size
+from halfstep_train.workloads.base.workload import OpenedData, Prepare, Workload
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig, UNetConfig
 from halfstep_train.workloads.segmentation.data import (
     IGNORED,
@@ -107,7 +107,6 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         scoring=_describe_scoring(table, background),
         by_batch=("the Dice term of the loss",) if config.model.dice_weight else (),
         notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
-        val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
         settled=settled,
     )

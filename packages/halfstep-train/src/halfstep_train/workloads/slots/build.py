@@ -22,12 +22,11 @@ from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import Weights, load_weights_file_, read_weights
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData
-from halfstep_train.workloads.base.workload import FrozenPart, Group, Scheduled, Workload
+from halfstep_train.workloads.base.using import Guiding
+from halfstep_train.workloads.base.workload import FrozenPart, Group, OpenedData, Scheduled, Workload
 from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import (
-    ClipData,
     ClipSamples,
     make_sampler,
     normalise,
@@ -76,7 +75,6 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         scoring=scoring,
         by_batch=(contrasted,) if config.model.contrast_weight else (),
         notes=(*_describe_surprises(config, clips), *clips.notes),
-        val_names=clips.val.list_names(),
         about=clips.about,
         sample=make_sampler(clips.val, plain.prepare, plain.forward),
     )
@@ -136,7 +134,7 @@ def build_backbone(config: SlotContrastConfig) -> FrozenPart:
     return FrozenPart(module=backbone.requires_grad_(False), source=source)
 
 
-def _describe_surprises(config: SlotContrastConfig, clips: ClipData) -> list[str]:
+def _describe_surprises(config: SlotContrastConfig, clips: OpenedData) -> list[str]:
     """Return notes about the backbone, the negatives and the masks."""
     m, t, notes = config.model, config.train, []
     if m.backbone == "filters":
@@ -258,8 +256,7 @@ THEIR_MASKS = ".self_attn_mask"
 def build_steve(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
     clips = open_clips(config.data)
-    facts = {"notes": clips.notes, "about": clips.about, "val_names": clips.val.list_names()}
-    workload = make_steve_workload(config, clips.train, clips.val, **facts)
+    workload = make_steve_workload(config, clips.train, clips.val, notes=clips.notes, about=clips.about)
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, _drop_masks)
     return workload
@@ -438,15 +435,7 @@ class SteveGuide(Guiding):
         height, width = clips.train.videos[0].size
         form = f"{config.data.chunk_size} frames; the first video has {width}×{height} pixels"
         masks = "masks to score with" if clips.store["has_masks"] else "no masks: only the loss is validated"
-        return OpenedData(
-            train=clips.train,
-            val=clips.val,
-            store=clips.store,
-            classes=(),
-            about=(*clips.about, ("a clip", f"{form}; {masks}")),
-            notes=clips.notes,
-            remarks=self.remarks,
-        )
+        return replace(clips, about=(*clips.about, ("a clip", f"{form}; {masks}")), remarks=self.remarks)
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """Draw the middle frame of a clip."""

@@ -9,7 +9,6 @@ are resized here. Colours are normalised as upstream does; masks are resized to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from halfstep.islands import to_fp32
 from halfstep_train.data.files import Array, BadFiles
 from halfstep_train.data.loader import Batch, Key, make_generator
 from halfstep_train.workloads.base.sheets import arrange_grid
-from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
+from halfstep_train.workloads.base.workload import Forward, OpenedData, Prepare, Sample
 from halfstep_train.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep_train.workloads.slots.config import VideoDataConfig
 from halfstep_train.workloads.slots.scores import label_pixels
@@ -104,9 +103,6 @@ class ClipSamples:
         name = make_printable(video.name)
         return f"{name}, frames from {chunk * self.frames}" if self.cut == "all" else name
 
-    def list_names(self) -> tuple[str, ...]:
-        return tuple(map(self.name_of, range(len(self))))
-
     def files(self) -> Sequence[Path]:
         return list(dict.fromkeys(path for video in self.videos for path in video.paths))
 
@@ -149,20 +145,9 @@ def to_unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
     return frames.view(*video.shape[:2], *frames.shape[1:])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipData:
-    """Both splits, with facts and notes for the user."""
-
-    train: ClipSamples
-    val: ClipSamples
-    about: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    store: dict[str, bool]
-    """Facts about the masks of the validation videos, which choose the scores."""
-
-
-def open_clips(config: VideoDataConfig) -> ClipData:
-    """Open the clips of `config.dir`."""
+def open_clips(config: VideoDataConfig) -> OpenedData:
+    """Open the clips of `config.dir`. The store holds facts about the masks of validation videos, which choose the
+    scores."""
     bad_files = BadFiles(config.on_bad_file)
     found = find_videos(config, bad_files)
     videos = [video for video in found.train if video.num_frames >= config.chunk_size]
@@ -189,7 +174,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
         chunk=min(config.val_chunk_size, shortest),
     )
     scored = found.val or found.train
-    return ClipData(
+    return OpenedData(
         train=train,
         val=val,
         about=(("layout", found.layout), ("clips", f"{len(train)} to train on, {len(val)} to validate on")),

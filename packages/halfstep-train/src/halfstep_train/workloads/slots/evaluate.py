@@ -122,8 +122,7 @@ class SlotEvaluation(PlainEvaluation):
             return workload
         samples = workload.train_samples
         assert isinstance(samples, ClipSamples)
-        whole = make_steady_clips(samples.videos, size=samples.size, crop=samples.crop)
-        return replace(workload, val_samples=whole, val_names=whole.list_names())
+        return replace(workload, val_samples=make_steady_clips(samples.videos, size=samples.size, crop=samples.crop))
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple(
