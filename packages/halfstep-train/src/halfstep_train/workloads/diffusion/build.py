@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError
-from halfstep.tensor_files import LazyTensors, take, write_tensors
+from halfstep.tensor_files import LazyTensors, take
 from halfstep_train.data import noise
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.loader import Samples, make_generator
-from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.frozen_vae import ENCODED_AT_ONCE, LatentDraws, use_format
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
@@ -395,7 +394,6 @@ class VaeGuide(Guide):
 # trust_remote_code=True)
 
 
-WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 MEASURED_IMAGES = 512
 """Training images on which the scale of the latents is measured."""
 
@@ -405,7 +403,7 @@ def export(weights: LazyTensors, config: DiffusionConfig, store: Store, folder: 
     parts = open_parts(config, tuple(store["classes"]))
     shared = make_scheduler_config(config.noise, config.model.target)
     with silence_transformers():
-        _save_pipeline(folder, _make_bare_net(store["unet"], weights), parts, shared)
+        _save_pipeline(folder, _load_net(store["unet"], weights), parts, shared)
 
 
 def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[str, Any]) -> None:
@@ -456,11 +454,8 @@ def _save_custom_pipeline(folder: Path, nets: dict[str, Any], conditions: Condit
 
 def export_vae(weights: LazyTensors, config: VaeConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the VAE, with the scale of its latents on training images."""
-    weights = take(weights, "vae.", torch.float32)
-    vae = _make_bare_net(store["vae"], weights)
-    with stream_weights(vae, weights, device):
-        scale = measure_scale(vae, config, device)
-    vae.register_to_config(scaling_factor=scale)
+    vae = _load_net(store["vae"], take(weights, "vae.")).to(device)
+    vae.register_to_config(scaling_factor=measure_scale(vae, config, device))
     vae.save_pretrained(folder / "vae")
 
 
@@ -471,16 +466,9 @@ def measure_scale(vae: Net, config: VaeConfig, device: torch.device) -> float:
     return CODEC.measure_scale(vae, (some.to(device) for some in images.split(ENCODED_AT_ONCE)), source="this run")
 
 
-def _make_bare_net(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Net:
-    """Return a network without weights. Its `save_pretrained`, which pipelines call too, writes these in fp32, one
-    tensor at a time."""
+def _load_net(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Net:
+    """Return a network with these weights, in fp32."""
     with torch.device("meta"):
         net = build_net(config).eval()
-    assert net.state_dict().keys() == weights.keys()
-
-    def save_pretrained(folder: str | Path, **options: Any) -> None:
-        net.save_config(folder)
-        write_tensors(Path(folder) / WEIGHTS_NAME, take(weights, dtype=torch.float32), {"format": "pt"})
-
-    net.save_pretrained = save_pretrained
+    net.load_state_dict(take(weights, dtype=torch.float32), assign=True)
     return net

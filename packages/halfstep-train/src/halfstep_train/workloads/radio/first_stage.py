@@ -24,7 +24,7 @@ from halfstep.tensor_files import LazyTensors, take, write_tensors
 from halfstep_train.data.loader import Batch
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import build_discriminator
-from halfstep_train.models.weights import load_weights_file_, stream_weights
+from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import (
     MOMENTS,
     Critic,
@@ -163,12 +163,11 @@ def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
 def export_vae(weights: LazyTensors, config: RadioVaeConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the autoencoder with its sizes and latent scale, for stage 2."""
     weights, maps = take(weights, "vae.", torch.float32), find_data(config).train
-    with torch.device("meta"):
-        vae = RadioVAE(FirstStageConfig(**store["sizes"])).eval()
-    with stream_weights(vae, weights, device):
-        scale = measure_scale(
-            vae, maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device
-        )
+    vae = RadioVAE(FirstStageConfig(**store["sizes"])).eval()
+    vae.load_state_dict(weights)
+    scale = measure_scale(
+        vae.to(device), maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device
+    )
     write_first_stage(weights, store["sizes"], scale, folder)
 
 
