@@ -1,9 +1,8 @@
-"""The workload of image classification: a ResNet, a ViT or a custom model."""
+"""The workload of image classification: a ResNet or a ViT."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
+from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Batch, Samples, make_generator
@@ -23,7 +22,6 @@ from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE, ViT, build_vit, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
-from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.using import Guiding, choose_side, measure_median_size, read_size
 from halfstep_train.workloads.base.workload import OpenedData, Prepare, Workload
@@ -58,9 +56,8 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     model = build_model(config, store)
     if is_new:
         check_last_batch(model, config, len(data.train))
-    if is_new and config.model.weights:
-        load_start_weights_(model, config.model.weights, replace_head=config.model.replace_head)
-
+    if is_new and (path := config.model.weights):
+        load_classifier_(model, read_weights(Path(path))[0], source=path, replace_head=config.model.replace_head)
     prepare = PrepareImages(config.data)
     rows = data.about
     if is_new:
@@ -125,7 +122,7 @@ def make_workload(
 def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
     """Refuse a batch size that leaves one sample in the last batch, if BatchNorm cannot normalise a single sample."""
     size, side = config.train.batch_size, config.data.image_size
-    if (num_train % size or size) != 1 or not isinstance(model, Classifier):
+    if (num_train % size or size) != 1:
         return
     try:  # on the meta device, so that nothing is computed
         with torch.no_grad():
@@ -153,10 +150,23 @@ class PrepareImages:
         return mix(prepared, self.changes, key=key) if self.changes.is_mixing else prepared
 
 
-def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
-    """Build the model without data, as prediction needs it."""
-    build = _build_known_model if config.model.path is None else _build_custom_model
-    return build(config, len(store["classes"]))
+def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> Classifier:
+    """Build a ResNet or ViT without data, as prediction needs it."""
+    num_classes, checkpointing = len(store["classes"]), config.train.activation_checkpointing
+    if isinstance(config, ResNetConfig):
+        sizes = config.model.model_dump(include={"blocks", "width", "stem"})
+        return build_resnet(get_model_name(config), num_classes=num_classes, checkpointing=checkpointing, **sizes)
+    assert isinstance(config, ViTConfig)
+    model = build_vit(
+        get_model_name(config),
+        num_classes=num_classes,
+        image_size=config.data.image_size,
+        checkpointing=checkpointing,
+        **config.model.model_dump(include={"depth", "heads", "dim", "patch"}),
+    )
+    # Raise now, not at the first validation.
+    divide_side(get_evaluation_size(config.data), model.patch, PATCHES_TILE)
+    return model
 
 
 def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -173,72 +183,6 @@ def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: 
         "a JPEG is decoded (Image.draft) at the smallest of 1/8, 1/4, 1/2 at which that square has `size` pixels",
         "classes": store["classes"],
     }
-
-
-def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> None:
-    weights, _ = read_weights(Path(path))
-    if isinstance(model, Classifier):
-        load_classifier_(model, weights, source=path, replace_head=replace_head)
-    else:
-        load_weights_(model, weights, source=path)
-
-
-def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier:
-    """Build a ResNet or ViT."""
-    checkpointing = config.train.activation_checkpointing
-    if isinstance(config, ResNetConfig):
-        sizes = config.model.model_dump(include={"blocks", "width", "stem"})
-        return build_resnet(get_model_name(config), num_classes=num_classes, checkpointing=checkpointing, **sizes)
-    assert isinstance(config, ViTConfig)
-    model = build_vit(
-        get_model_name(config),
-        num_classes=num_classes,
-        image_size=config.data.image_size,
-        checkpointing=checkpointing,
-        **config.model.model_dump(include={"depth", "heads", "dim", "patch"}),
-    )
-    eval_size = get_evaluation_size(config.data)
-    divide_side(eval_size, model.patch, PATCHES_TILE)  # raise now, not at the first validation
-    return model
-
-
-def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
-    """Build the model that `model.path` names, and check its output."""
-    settings = config.model
-    assert settings.path is not None
-    if settings.replace_head:
-        raise ConfigError(
-            "model.replace_head supports only halfstep's models",
-            why=f"halfstep does not know which layer of {settings.path} is the head",
-            fix="replace the head in your function",
-        )
-    make = import_callable(settings.path, what="model.path", form="callable(**model.options) -> nn.Module")
-    options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **settings.options}
-    size = get_evaluation_size(config.data)
-    try:  # with one image, so that a mistake is found before training
-        model: nn.Module = make(**options)
-        was_training = model.training
-        with torch.no_grad():
-            shape = tuple(model.eval()(torch.zeros(1, 3, size, size)).shape)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{settings.path} called with {options} cannot classify an image of 3×{size}×{size}",
-            why=summarise_error(error),
-            fix="return an nn.Module with logits (1, classes); set keyword arguments in model.options",
-        ) from error
-    if shape != (1, num_classes):
-        raise ModelError(
-            f"{settings.path} gives {shape} for one image, but the data has {num_classes} classes",
-            why="it must return logits of shape (1, classes)",
-            fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
-        )
-    return model.train(was_training)
-
-
-def _accepts(make: Any, name: str) -> bool:
-    """True if a callable accepts a keyword argument of this name."""
-    parameters = inspect.signature(make).parameters.values()
-    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 IMAGENET_CLASSES = 1000
