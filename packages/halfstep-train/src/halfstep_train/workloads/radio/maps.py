@@ -7,9 +7,8 @@
 
 All are grey images of one size, 256×256 in the original.
 
-The split goes by map number, so a subset of the data keeps the same split. Both public splits shuffle the maps 1..700
-with numpy's seed 42 and cut the list into ranges. RadioUNet's ranges are disjoint. RadioDiff's overlap: the map at
-index 600 is in all three splits, and the IRT4 validation maps are all training maps.
+The split goes by map number, so a subset of the data keeps the same split. RadioDiff's public split is not used: one
+map is in all three of its parts, and its IRT4 validation maps are all training maps.
 """
 
 from __future__ import annotations
@@ -41,35 +40,15 @@ Role = Literal["train", "val", "test"]
 Split = Mapping[Role, tuple[int, ...]]
 """Map numbers by role."""
 
-NUM_MAPS = 700
-RANGES: Mapping[str, Mapping[Role, tuple[int, int]]] = {
-    "radiounet": {"train": (0, 500), "val": (501, 600), "test": (601, 699)},
-    "radiodiff": {"train": (0, 600), "val": (600, 650), "test": (600, 699)},
-    "radiodiff_irt4": {"train": (0, 600), "val": (501, 600), "test": (600, 699)},
-}
-"""First and last index into the shuffled maps."""
+NUM_MAPS, NUM_TRAIN, NUM_VAL = 700, 501, 100
 
 
-def get_public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
-    """Return a published split; that of `radiodiff` has different ranges for IRT4."""
-    key = "radiodiff_irt4" if name == "radiodiff" and simulation == "IRT4" else name
-    maps = shuffle_maps()
-    return {role: maps[first : last + 1] for role, (first, last) in RANGES[key].items()}
-
-
-def shuffle_maps() -> tuple[int, ...]:
-    """Return the map numbers in the order of the public code: numpy's legacy generator, seed 42."""
+def get_public_split() -> dict[Role, tuple[int, ...]]:
+    """Return RadioUNet's split of the maps 1..700, shuffled by numpy's legacy generator with seed 42."""
     order = np.arange(NUM_MAPS)
     np.random.RandomState(42).shuffle(order)
-    return tuple(int(index) + 1 for index in order)
-
-
-def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
-    """Return the validation and test maps that are also training maps."""
-    train = set(split["train"])
-    others: tuple[Role, ...] = ("val", "test")
-    found = {role: tuple(number for number in split.get(role, ()) if number in train) for role in others}
-    return {role: numbers for role, numbers in found.items() if numbers}
+    maps, end = tuple(int(index) + 1 for index in order), NUM_TRAIN + NUM_VAL
+    return {"train": maps[:NUM_TRAIN], "val": maps[NUM_TRAIN:end], "test": maps[end:]}
 
 
 GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
@@ -310,13 +289,12 @@ def find_data(config: RunConfig) -> OpenedData:
         train=train,
         val=val,
         about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{_name_split(settings)}: {sizes}")),
-        notes=(*_describe_leaks(split), *bad_files.notes),
+        notes=bad_files.notes,
     )
 
 
 def _name_split(settings: RadioDataConfig) -> str:
-    public = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}[settings.split]
-    return "data.val_maps" if settings.val_maps else f"{public}'s split"
+    return "data.val_maps" if settings.val_maps else "RadioUNet's split"
 
 
 def choose_split(tree: RadioTree) -> Split:
@@ -332,8 +310,7 @@ def choose_split(tree: RadioTree) -> Split:
             )
         train = tuple(number for number in here if number not in held_out)
         return {"train": train, "val": settings.val_maps, "test": settings.test_maps}
-    named = get_public_split(settings.split, settings.simulation)
-    return {role: tuple(number for number in numbers if number in here) for role, numbers in named.items()}
+    return {role: tuple(number for number in numbers if number in here) for role, numbers in get_public_split().items()}
 
 
 def open_split(tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
@@ -351,16 +328,6 @@ def open_split(tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -
 
 
 ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test": "test"}
-
-
-def _describe_leaks(split: Split) -> list[str]:
-    """Return a note for each split that shares maps with training: its scores are too good."""
-    return [
-        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split are training maps too: "
-        f"{list_some(numbers)}; "
-        f"their scores are too good (data.split=radiounet has no overlap)"
-        for role, numbers in find_leaks(split).items()
-    ]
 
 
 def scale_gain(pixels: Tensor, threshold: float) -> Tensor:
