@@ -151,7 +151,7 @@ class OpenedData:
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
     settled: Mapping[str, Any] = field(default_factory=dict)
-    """These three are the fields of Workload with the same names."""
+    """The store and these three are the fields of Workload with the same names."""
     classes: tuple[str, ...] = ()
     """Names of the classes, for the guide."""
     counts: tuple[int, ...] = ()
@@ -160,6 +160,11 @@ class OpenedData:
     """Median width and height of a few images, in pixels."""
     remarks: tuple[tuple[str, str], ...] = ()
     """What a suggestion of the guide should point out, such as a file that training needs."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of a Workload on these samples."""
+        told = {name: getattr(self, name) for name in ("store", "notes", "about", "settled")}
+        return {"train_samples": self.train, "val_samples": self.val, **told}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

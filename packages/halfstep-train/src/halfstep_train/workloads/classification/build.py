@@ -59,12 +59,12 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if is_new and (path := config.model.weights):
         load_classifier_(model, read_weights(Path(path))[0], source=path, replace_head=config.model.replace_head)
     prepare = PrepareImages(config.data)
-    rows = data.about
+    about = data.about
     if is_new:
-        rows = (*rows, *describe_scaling(config, sides), *describe_augmentation(config.data, sides))
-    about = {"notes": data.notes, "about": rows, "settled": settled}
+        about = (*about, *describe_scaling(config, sides), *describe_augmentation(config.data, sides))
     by_batch = ("Mixup and CutMix",) if config.data.augment.is_mixing else ()
-    return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
+    data = replace(data, store=store, about=about, settled=settled)
+    return make_workload(config, model, data, prepare, by_batch=by_batch)
 
 
 def describe_scaling(config: ClassifierConfig, sides: tuple[int, int] | None) -> tuple[tuple[str, str], ...]:
@@ -90,13 +90,7 @@ def describe_augmentation(data: ImageDataConfig, sides: tuple[int, int] | None) 
 
 
 def make_workload(
-    config: ClassifierConfig,
-    model: nn.Module,
-    train: Samples,
-    val: Samples,
-    store: Store,
-    prepare: Prepare,
-    **about: Any,
+    config: ClassifierConfig, model: nn.Module, data: OpenedData, prepare: Prepare, *, by_batch: tuple[str, ...] = ()
 ) -> Workload:
     """Build the workload from its model and samples."""
 
@@ -106,16 +100,14 @@ def make_workload(
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
         loss=compute_loss,
-        metrics=lambda: ClassificationMetrics(len(store["classes"])),
+        metrics=lambda: ClassificationMetrics(len(data.store["classes"])),
         metric="top1",
         fragile=FRAGILE,
-        store=store,
-        **about,
+        by_batch=by_batch,
+        **data.to_fields(),
     )
 
 
@@ -206,7 +198,8 @@ def build_on_samples(config: ClassifierConfig, store: Store, samples: Samples) -
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": prepare_images(batch, batch["image"].shape[1], key=key)}
 
-    return make_workload(config, build_model(config, store), samples, samples, store, prepare)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return make_workload(config, build_model(config, store), data, prepare)
 
 
 def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:

@@ -10,6 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,18 +214,14 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     model = build_unet(config, parts, store)
     samples = open_samples(config, data, parts, store)
     found = {"unet": dump_config(model), "classes": list(classes), **samples.store}
-    return make_workload(
-        config,
-        parts,
-        model,
-        samples.train,
-        samples.val,
-        found,
-        with_vae=config.data.cache == "off",
+    samples = replace(
+        samples,
+        store=found,
         notes=(*data.notes, *adopted.notes),
         about=(*data.about, *adopted.about, *samples.about, *describe_conditions(config, parts)),
         settled={**adopted.settled, **samples.settled},
     )
+    return make_workload(config, parts, model, samples, with_vae=config.data.cache == "off")
 
 
 def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple[tuple[str, str], ...]:
@@ -235,22 +232,12 @@ def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple
 
 
 def make_workload(
-    config: DiffusionConfig,
-    parts: DiffusionParts,
-    model: Net,
-    train: Samples,
-    val: Samples,
-    store: Mapping[str, Any],
-    *,
-    with_vae: bool = True,
-    **about: Any,
+    config: DiffusionConfig, parts: DiffusionParts, model: Net, samples: OpenedData, *, with_vae: bool = True
 ) -> Workload:
     """Build the workload from its networks and samples."""
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=DiffusionPrepare(config, parts),
         forward=DiffusionForward(config, parts),
         loss=denoising_loss,
@@ -260,11 +247,10 @@ def make_workload(
         scoring="mse: unweighted, over all held-out samples; mse/A-B: timesteps A to B. Each sample has fixed noise",
         fragile=FRAGILE,
         blocks=find_blocks(model),
-        store=store,
         frozen=list_frozen_parts(config, parts, with_vae=with_vae),
-        sample=ImageSampler(config, parts, store).draw_sheet,
+        sample=ImageSampler(config, parts, samples.store).draw_sheet,
         scores_raw=True,
-        **about,
+        **samples.to_fields(),
     )
 
 
@@ -337,13 +323,15 @@ def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batc
 
 def build_vae_on_samples(config: VaeConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload of a VAE on given samples."""
-    return autoencoder.make_workload(config, autoencoder.build_model(config), samples, samples, store)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return autoencoder.make_workload(config, autoencoder.build_model(config), data)
 
 
 def build_on_samples(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload of a diffusion model on given samples."""
     parts = open_parts(config, tuple(store["classes"]))
-    return make_workload(config, parts, build_unet(config, parts), samples, samples, store)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return make_workload(config, parts, build_unet(config, parts), data)
 
 
 # --- halfstep guide ---

@@ -244,19 +244,16 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
                 fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
             )
     model = _load_start_weights(config, store) if is_new and config.model.weights else build_model(config, store)
-    return make_workload(config, store, model, data.train, data.val, about=data.about, notes=data.notes)
+    return make_workload(config, model, replace(data, store=store))
 
 
-def make_workload(
-    config: LanguageConfig, store: Store, model: GPT2, train: Samples, val: Samples, **about: Any
-) -> Workload:
+def make_workload(config: LanguageConfig, model: GPT2, data: OpenedData) -> Workload:
     """Build the workload from its model and samples."""
-    lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
+    tokenizer = load_stored_tokenizer(data.store)
+    lengths = _read_byte_lengths(tokenizer, model.size.vocab)
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         forward=lambda model, batch: model(batch["tokens"], batch["targets"]),
         loss=lambda outputs, batch: (outputs, count_targets(batch)),
         metrics=lambda: LanguageMetrics(lengths),
@@ -264,15 +261,13 @@ def make_workload(
         mode="min",
         scoring="every token of the validation split once, in windows of model.context",
         fragile=FRAGILE,
-        store=store,
-        sample=_make_sampler(store),
-        **about,
+        sample=_make_sampler(tokenizer),
+        **data.to_fields(),
     )
 
 
-def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
+def _make_sampler(tokenizer: Tokenizer | None) -> Sample | None:
     """Return a function that writes two texts during training, with the same draws each time."""
-    tokenizer = load_stored_tokenizer(store)
     if tokenizer is None:
         return None
 
@@ -336,7 +331,7 @@ def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
 
 def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
-    return make_workload(config, store, build_model(config, store), samples, samples)
+    return make_workload(config, build_model(config, store), OpenedData(train=samples, val=samples, store=store))
 
 
 def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:

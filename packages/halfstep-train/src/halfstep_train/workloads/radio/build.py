@@ -174,15 +174,9 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
             load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
         if config.model.weights:
             load_weights_file_(model, config.model.weights, select_unet_weights)
-    return make_workload(
-        config,
-        store,
-        model,
-        FrozenPart(module=stage.vae, source=stage.source),
-        data,
-        about=(("latents", f"times {store['scale_factor']:.4g}: {why_scale}"), *about),
-        settled=settled,
-    )
+    about = (*data.about, ("latents", f"times {store['scale_factor']:.4g}: {why_scale}"), *about)
+    data = replace(data, store=store, about=about, settled=settled)
+    return make_workload(config, model, FrozenPart(module=stage.vae, source=stage.source), data)
 
 
 def _choose_scale(
@@ -308,23 +302,13 @@ class Denoising:
         return to_unsigned(self.vae.decode(latents / self.scale))
 
 
-def make_workload(
-    config: RadioDiffConfig,
-    store: Mapping[str, Any],
-    model: RadioUNet,
-    vae: FrozenPart,
-    data: OpenedData,
-    *,
-    about: tuple[tuple[str, str], ...] = (),
-    settled: Mapping[str, Any] | None = None,
-) -> Workload:
+def make_workload(config: RadioDiffConfig, model: RadioUNet, vae: FrozenPart, data: OpenedData) -> Workload:
     """Build the workload from its model, first stage and data."""
-    denoising, settings = Denoising(config, store, cast(RadioVAE, vae.module)), config.model
+    denoising, settings = Denoising(config, data.store, cast(RadioVAE, vae.module)), config.model
+    data = replace(data, about=(*data.about, ("sampling", describe_steps(settings.sampling_steps, settings))))
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=data.train,
-        val_samples=data.val,
         prepare=denoising.prepare,
         forward=denoising.forward,
         loss=denoising.compute_loss,
@@ -334,12 +318,9 @@ def make_workload(
         fragile=FRAGILE,
         blocks={kind: kind.forward for kind in REPEATED},
         scoring=f"of samples: {SCORING}",
-        store=store,
-        notes=data.notes,
-        about=(*data.about, *about, ("sampling", describe_steps(settings.sampling_steps, settings))),
         frozen={"vae": vae},
-        settled=settled or {},
         sample=make_sampler(data.val, denoising.prepare, denoising.forward),
+        **data.to_fields(),
     )
 
 
@@ -360,12 +341,12 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
 
 def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
-    data = OpenedData(train=samples, val=samples)
+    store = {**make_random_store(config), **store}
+    data = OpenedData(train=samples, val=samples, store=store)
     if isinstance(config, RadioVaeConfig):
         return make_vae_workload(config, build_vae_model(config), data)
-    store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(FirstStageConfig(**store["sizes"])).eval())
-    return make_workload(config, store, build_unet(config, store), vae, data)
+    return make_workload(config, build_unet(config, store), vae, data)
 
 
 # --- halfstep guide ---

@@ -91,21 +91,19 @@ def has_critic(config: RadioVaeConfig) -> bool:
 def make_vae_workload(config: RadioVaeConfig, model: VaeNet, data: OpenedData) -> Workload:
     """Build the workload from its model and data."""
     trainer = MapVaeTrainer(config)
+    store = {"sizes": config.model.first_stage.model_dump(mode="json"), "image_size": config.data.image_size}
+    data = replace(data, store=store, about=(*data.about, *_describe_critic(config)))
     return trainer.build_workload(
         model,
         name=config.workload,
-        train_samples=data.train,
-        val_samples=data.val,
         metrics=RadioMetrics,
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
         blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
-        store={"sizes": config.model.first_stage.model_dump(mode="json"), "image_size": config.data.image_size},
-        notes=data.notes,
-        about=(*data.about, *_describe_critic(config)),
         sample=make_sampler(data.val, trainer.prepare, trainer.forward),
+        **data.to_fields(),
     )
 
 

@@ -65,7 +65,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
     if store is None and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights, rename_upstream)
     metric, scoring = _choose_scoring(config, clips.store)
-    plain = make_workload(config, model, backbone, clips.train, clips.val, clips.store)
+    plain = make_workload(config, model, backbone, clips)
     contrasted = "validation loss: it depends on the number of slots that each slot is contrasted with"
     return replace(
         plain,
@@ -75,22 +75,17 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         scoring=scoring,
         by_batch=(contrasted,) if config.model.contrast_weight else (),
         notes=(*_describe_surprises(config, clips), *clips.notes),
-        about=clips.about,
         sample=make_sampler(clips.val, plain.prepare, plain.forward),
     )
 
 
-def make_workload(
-    config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
-) -> Workload:
+def make_workload(config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, data: OpenedData) -> Workload:
     """Build the parts of the workload that need no data folder; the metric is the loss."""
-    counting = _choose_counting(config, bool(store.get("background_is_labelled", True)))
+    counting = _choose_counting(config, bool(data.store.get("background_is_labelled", True)))
     task = SlotTask(config, backbone.module)
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=task.prepare,
         forward=task.forward,
         loss=task.compute_loss,
@@ -99,7 +94,7 @@ def make_workload(
         mode="min",
         fragile=FRAGILE,
         frozen={"backbone": backbone},
-        store=store,
+        **data.to_fields(),
     )
 
 
@@ -233,7 +228,8 @@ def build_on_samples(config: SlotContrastConfig, store: Store, samples: Samples)
     if config.model.backbone_weights is None:
         config = config.replace(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)
-    return make_workload(config, build_model(config, backbone.module), backbone, samples, samples, store)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return make_workload(config, build_model(config, backbone.module), backbone, data)
 
 
 # --- STEVE ---
@@ -255,8 +251,7 @@ THEIR_MASKS = ".self_attn_mask"
 
 def build_steve(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
-    clips = open_clips(config.data)
-    workload = make_steve_workload(config, clips.train, clips.val, notes=clips.notes, about=clips.about)
+    workload = make_steve_workload(config, replace(open_clips(config.data), store={}))
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, _drop_masks)
     return workload
@@ -268,11 +263,11 @@ def _drop_masks(weights: Weights) -> Weights:
 
 def build_steve_on_samples(config: SteveConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
-    return make_steve_workload(config, samples, samples)
+    return make_steve_workload(config, OpenedData(train=samples, val=samples))
 
 
-def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **about: Any) -> Workload:
-    """Build the workload on given samples; `about` adds facts and notes about the data."""
+def make_steve_workload(config: SteveConfig, data: OpenedData) -> Workload:
+    """Build the workload on opened data."""
     tau = Scheduled(lambda step: compute_temperature(config.model.tau, step))
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -289,11 +284,10 @@ def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **abo
         return outputs if model.training else outputs | {"slots": found.slots, "reconstruction": found.reconstruction}
 
     prepare = PrepareClips(config)
+    settled = settle_scale(config) if config.model.loss == "sum" else {}
     return Workload(
         name=config.workload,
         model=build_steve_model(config),
-        train_samples=train,
-        val_samples=val,
         prepare=prepare,
         forward=forward,
         loss=lambda outputs, batch: (outputs["loss"], len(batch["video"])),
@@ -308,9 +302,8 @@ def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **abo
             Group(modules=("steve_encoder",), lr=config.optimizer.encoder_lr),
         ),
         values={"tau": tau},
-        settled=settle_scale(config) if config.model.loss == "sum" else {},
-        sample=make_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
-        **about,
+        sample=make_sampler(data.val, prepare, forward) if isinstance(data.val, ClipSamples) else None,
+        **replace(data, settled=settled).to_fields(),
     )
 
 
