@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep_train.kernels.normalise import GradientSums, Norm, allocate_like, combine_partials
+from halfstep_train.kernels.normalise_triton import GradientSums, Norm, allocate_like, combine_partials
 
 
 class HeadBlocks(NamedTuple):
