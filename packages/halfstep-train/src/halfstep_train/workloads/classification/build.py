@@ -19,13 +19,14 @@ from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Batch, Samples, make_generator
 from halfstep_train.models.layers import divide_side
+from halfstep_train.models.patch_gan import IMAGENET_MEAN, IMAGENET_STD
 from halfstep_train.models.vit import PATCHES_TILE, ViT, build_vit, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.using import Guiding, choose_side, measure_median_size, read_size
 from halfstep_train.workloads.base.workload import OpenedData, Prepare, Workload
-from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, prepare_images
+from halfstep_train.workloads.classification.augment import SCALE, SHIFT, prepare_images
 from halfstep_train.workloads.classification.config import (
     SMALL_CHANGES,
     SMALL_SIDE,
@@ -167,8 +168,8 @@ def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: 
     return {
         "input": f"RGB image, float32 (N, 3, {side}, {side}): (x / 255 - mean) / std",
         "output": "logits (N, classes); softmax gives probabilities",
-        "mean": MEAN,
-        "std": STD,
+        "mean": IMAGENET_MEAN,
+        "std": IMAGENET_STD,
         "size": side,
         "crop": get_evaluation_share(config.data, store),
         "resize": "centre square of the upright image, `crop` of its shorter side, bilinear (Pillow, reducing_gap=2); "

@@ -37,6 +37,7 @@ from halfstep_train.workloads.base.using import (
     PredictRequest,
     TrainedModel,
     save_picture,
+    spread_indices,
     use_all_pictures,
 )
 from halfstep_train.workloads.base.workload import Batch, Workload
@@ -173,11 +174,10 @@ class VaeEvaluation(PlainEvaluation):
     change_data_folder = staticmethod(use_all_pictures)
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
-        shown = min(SHOWN, len(self.workload.val_samples))
-        pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
+        pairs = [look(index) for index in spread_indices(len(self.workload.val_samples), SHOWN)]
         images = [batch["image"] for batch, _ in pairs] + [outputs["image"] for _, outputs in pairs]
         path = folder / "reconstructions.png"
-        Image.fromarray(arrange_grid(to_bytes(torch.cat(images)).numpy(), columns=shown)).save(path)
+        Image.fromarray(arrange_grid(to_bytes(torch.cat(images)).numpy(), columns=len(pairs))).save(path)
         return [path]
 
 

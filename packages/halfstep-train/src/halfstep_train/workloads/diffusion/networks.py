@@ -33,6 +33,7 @@ from halfstep_train.workloads.base.frozen_vae import (
     open_or_encode,
     refuse_uncached,
 )
+from halfstep_train.workloads.base.using import spread_indices
 from halfstep_train.workloads.base.workload import Batch, FrozenPart, OpenedData
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.data import (
@@ -369,7 +370,7 @@ TRIED_IMAGES = 8
 
 def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     """Return a few images spread over the whole set, in -1..1."""
-    indices = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
+    indices = spread_indices(len(samples), num)
     bytes_ = torch.stack([samples.sample(index, key=(0, 0, index))["image"] for index in indices])
     return scale_images({"image": bytes_}, key=(), flip=0.0)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import Array, BadFiles, load_array
+from halfstep_train.data.files import Array, BadFiles
 from halfstep_train.data.loader import Batch
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
@@ -153,7 +153,7 @@ class SlotEvaluation(PlainEvaluation):
 class SlotPredictor:
     """Predictor of SlotContrast: writes a gif, a sheet and an array per video."""
 
-    endings = (*VIDEO_ENDINGS, ".npy", ".tar", *FRAME_ENDINGS)
+    endings = (*VIDEO_ENDINGS, ".tar", *FRAME_ENDINGS)
     config: SlotContrastConfig | SteveConfig
     frozen: dict[str, FrozenPart]
     model: nn.Module
@@ -233,11 +233,6 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     elif item.path.suffix.lower() == ".tar":
         for video in open_shards(item.path.parent, item.path.name, BadFiles("error")):
             yield item.name.with_suffix("") / video.name.rpartition("/")[2], video.read_frames(0, video.num_frames)
-    elif item.path.suffix.lower() == ".npy":
-        frames = np.asarray(load_array(item.path))
-        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-            raise DataError(f"{item.path} contains {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
-        yield item.name.with_suffix(""), frames
     else:
         file = open_video_file(item.path)
         yield item.name.with_suffix(""), file.read_frames(0, file.num_frames)
