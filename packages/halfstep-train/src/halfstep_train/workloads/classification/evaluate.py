@@ -80,7 +80,7 @@ class ClassificationEvaluation(PlainEvaluation):
             paths.append(folder / "mistakes.png")
             shown = [self._describe_mistake(*mistake) for mistake in mistakes[:SHOWN_MISTAKES]]
             title = f"The most confident mistakes, {len(shown):,} of {len(mistakes):,}"
-            draw_captioned(title, shown, columns=min(ACROSS, len(shown))).save(paths[1])
+            draw_captioned([title], shown, columns=min(ACROSS, len(shown))).save(paths[1])
         return paths
 
     def _find_rival(self, row: Array, number: int) -> str:

@@ -79,11 +79,12 @@ class SlotDetails(SlotMetrics):
         side = round(masks.shape[-1] ** 0.5)
         winners = torch.nn.functional.one_hot(label_pixels(masks, (side, side)).flatten(2), masks.shape[2])
         self._shares.append((winners.sum(2) * is_real.unsqueeze(-1)).sum((0, 1)))
-        if "masks" in batch:
-            true = batch["masks"]
-            labels = label_pixels(masks, (true.shape[-2], true.shape[-1]))
-            scores = self.add_labels(true, labels, masks.shape[2], batch.get("is_real"))
-            self._scored.append((batch["index"], scores))
+        super().update(outputs, batch)
+
+    def add_clips(self, masks: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        scores = super().add_clips(masks, batch)
+        self._scored.append((batch["index"], scores))
+        return scores
 
     def rank_clips(self) -> list[tuple[int, float]]:
         """Return (clip, FG-ARI), worst first; waits for the device."""
