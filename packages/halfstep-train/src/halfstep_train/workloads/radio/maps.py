@@ -180,19 +180,14 @@ class RadioMaps:
         return len(self.items)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        arrays = self._cache.get(index)
-        if arrays is None:
+        def read() -> dict[str, Array]:
             item = self.items[index]
             assert item.gain is not None
-            version = 0
-            if len(item.buildings) > 1:
-                version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
-            arrays = {
-                "gain": read_gray(item.gain, self.size)[None],
-                "condition": read_condition(item, self.size, version=version),
-            }
-            self._cache.put(index, arrays)
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+            version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
+            condition = read_condition(item, self.size, version=version)
+            return {"gain": read_gray(item.gain, self.size)[None], "condition": condition}
+
+        return self._cache.get_or_read(index, read)
 
     def name_of(self, index: int) -> str:
         return make_printable(f"{self.items[index].name}.png")
