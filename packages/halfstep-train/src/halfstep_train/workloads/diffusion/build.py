@@ -43,7 +43,6 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     import_diffusers_class,
 )
 from halfstep_train.workloads.diffusion.networks import (
-    AdoptedSettings,
     ClassConditions,
     Conditions,
     DiffusionParts,
@@ -204,8 +203,8 @@ FRAGILE = (
 def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes classes and the config of the
     U-Net."""
-    adopted = adopt_settings(config) if store is None else AdoptedSettings(config=config)
-    config = adopted.config
+    config, adopted, notes = adopt_settings(config) if store is None else (config, {}, [])
+    text = ", ".join(f"{path}={value}" for path, value in adopted.items())
     check_steps(config.sample.steps, config)
     data = open_diffusion_data(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
@@ -217,9 +216,14 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     samples = replace(
         samples,
         store=found,
-        notes=(*data.notes, *adopted.notes),
-        about=(*data.about, *adopted.about, *samples.about, *describe_conditions(config, parts)),
-        settled={**adopted.settled, **samples.settled},
+        notes=(*data.notes, *notes),
+        about=(
+            *data.about,
+            *([("from the weights", text)] if text else []),
+            *samples.about,
+            *describe_conditions(config, parts),
+        ),
+        settled={**adopted, **samples.settled},
     )
     return make_workload(config, parts, model, samples, with_vae=config.data.cache == "off")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -288,20 +288,11 @@ THEIR_NUMBERS = {
 """diffusers' names, by ours; the defaults are the same."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdoptedSettings:
-    """A config with the settings of a folder, those settings by path, and notes about differences."""
-
-    config: DiffusionConfig
-    settled: Mapping[str, Any] = field(default_factory=dict)
-    about: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
-    """Return the config with settings from `model.weights` where the user left them open."""
+def adopt_settings(config: DiffusionConfig) -> tuple[DiffusionConfig, dict[str, Any], list[str]]:
+    """Return the config with settings from `model.weights` where the user left them open, those settings by path, and
+    notes about differences."""
     if not config.model.weights:
-        return AdoptedSettings(config=config)
+        return config, {}, []
     unet = find_net_folder(config.model.weights, "unet", "model.weights")
     schedule, notes = _read_schedule(config.model.weights, unet)
     adopted, settled = config, dict[str, Any]()
@@ -313,17 +304,11 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
             adopted = adopted.replace(**{section: {name: value}})
         elif getattr(given, name) != value:
             notes.append(f"{path}={getattr(given, name)}: {unet.parent} was trained with {value}")
-    text = ", ".join(f"{path}={value}" for path, value in settled.items())
     if why := adopted.explain_untrainable():
         raise ConfigError(
             why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"
         )
-    return AdoptedSettings(
-        config=adopted,
-        settled=settled,
-        about=(("from the weights", text),) if text else (),
-        notes=tuple(notes),
-    )
+    return adopted, settled, notes
 
 
 def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
@@ -468,7 +453,7 @@ def _open_cached(
 def pack(config: DiffusionConfig) -> dict[str, object]:
     """Encode all images unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
-    config = adopt_settings(config).config
+    config, *_ = adopt_settings(config)
     data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     form, why = choose_format(config, data, parts)
