@@ -166,7 +166,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     if store is None:
         scale, why_scale = _choose_scale(config, stage.vae, stage.scale_factor, data)
         store = {"sizes": stage.sizes, "scale_factor": scale, "image_size": config.data.image_size}
-    settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
+    data = _settle_format(config, stage.vae, data) if is_new else data
     data, store = add_latents(config, data, stage.vae, store)
     model = build_unet(config, store)
     if is_new:  # a resumed run loads its checkpoint later
@@ -174,8 +174,8 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
             load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
         if config.model.weights:
             load_weights_file_(model, config.model.weights, select_unet_weights)
-    about = (*data.about, ("latents", f"times {store['scale_factor']:.4g}: {why_scale}"), *about)
-    data = replace(data, store=store, about=about, settled=settled)
+    about = (*data.about, ("latents", f"times {store['scale_factor']:.4g}: {why_scale}"))
+    data = replace(data, store=store, about=about)
     return make_workload(config, model, FrozenPart(module=stage.vae, source=stage.source), data)
 
 
@@ -193,22 +193,18 @@ def _choose_scale(
     return found, f"1 / their standard deviation over {MEASURED_ON_HOST} training maps"
 
 
-def _choose_format(
-    config: RadioDiffConfig, vae: RadioVAE, data: OpenedData
-) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan.
-
-    Return settings that follow from the choice, and lines for the run's header.
-    """
+def _settle_format(config: RadioDiffConfig, vae: RadioVAE, data: OpenedData) -> OpenedData:
+    """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan."""
     modules = config.precision.modules
     if "vae" not in modules:
-        return {}, ()
+        return data
 
     def read_images() -> Tensor:
         return torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold)))
 
     name, why = choose_vae_format(config, vae, CODEC.decode_means, read_images, modules["vae"])
-    return {"precision.modules": {**modules, "vae": name}}, (("first stage's format", f"{name}: {why}"),)
+    about = (*data.about, ("first stage's format", f"{name}: {why}"))
+    return replace(data, about=about, settled={"precision.modules": {**modules, "vae": name}})
 
 
 def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:

@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder, run_in_threads
+from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder
 from halfstep_train.data.images import read_image, read_image_facts, to_bytes
 from halfstep_train.data.loader import Samples, make_generator, name_sample
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
@@ -245,13 +245,11 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
             read_antenna(path, (1, 1)) if path.parent.name == "antennas" else _read_bytes(path)
         return read_image_facts(path).size
 
-    found = dict(zip(paths, run_in_threads(read_size, paths), strict=True))
+    found = dict(bad_files.try_each(read_size, paths))
     usable = []
     for item in files:
-        sizes = {path: found[path] for path in item.list_paths()}
-        if faults := [size for size in sizes.values() if isinstance(size, DataError)]:
-            bad_files.report(faults[0])
-        elif len(set(sizes.values())) > 1:
+        sizes = {path: found[path] for path in item.list_paths() if path in found}
+        if len(set(sizes.values())) > 1:
             bad_files.report(
                 DataError(
                     f"images of one map differ in size: {', '.join(f'{path} is {sizes[path]}' for path in sizes)}",
@@ -259,7 +257,7 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
                     fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
                 )
             )
-        else:
+        elif len(sizes) == len(item.list_paths()):
             usable.append(item)
     return tuple(usable)
 
