@@ -82,7 +82,7 @@ def test_compiled_under_autocast_the_chain_is_chosen_and_captured(monkeypatch: p
         calls.append(True)
         return run_resnet_chain(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("halfstep_train.workloads.classification.resnet.run_resnet_chain", noted)
+    monkeypatch.setattr("halfstep_train.kernels.resnet_chain.run_resnet_chain", noted)
     model, x = built("resnet50", (1, 2)), image(64, 64)
     compiled = torch.compile(model)
     with torch.backends.cudnn.flags(deterministic=True):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from capture import captured
 from chain_steps import error, step
 from halfstep.recompute import Recompute, set_recompute
+from halfstep_train.kernels import unet_chain
 from halfstep_train.kernels.fast_forms import force
-from halfstep_train.workloads.segmentation import unet as unet_module
 from halfstep_train.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
@@ -58,13 +58,13 @@ def test_what_is_not_kept_is_computed_again_to_the_bit() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_under_autocast_the_chain_is_chosen_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    calls, original = [], unet_module.compute_chained_logits  # type: ignore[attr-defined]
+    calls, original = [], unet_chain.compute_chained_logits
 
     def note(*args: object, **options: object) -> Tensor:
         calls.append(True)
         return original(*args, **options)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(unet_module, "compute_chained_logits", note)
+    monkeypatch.setattr(unet_chain, "compute_chained_logits", note)
     model, x = unet(), image(64, 64)
     compiled = torch.compile(model)
     with torch.backends.cudnn.flags(deterministic=True):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from data.picture_folders import smooth_picture
 from halfstep_train.data.image_samples import CROP_AREA, draw_boxes, draw_uniform, make_centre_boxes
+from halfstep_train.models.patch_gan import IMAGENET_MEAN, IMAGENET_STD
 from halfstep_train.workloads import load
-from halfstep_train.workloads.classification.augment import CHANGES, MEAN, STD, augment_trivially_, prepare_images
+from halfstep_train.workloads.classification.augment import CHANGES, augment_trivially_, prepare_images
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 from halfstep_train.workloads.segmentation.build import augment
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig
@@ -210,7 +211,7 @@ def batch_of(size: int = 48, count: int = 4) -> dict[str, Tensor]:
 
 def levels(image: Tensor) -> Tensor:
     """Back from normalised values to 0..255."""
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     return (image * std + mean) * 255
 
 

@@ -19,7 +19,8 @@ from halfstep_train.data.binary_sets import CLASSES, ROW_BYTES, find_cifar_folde
 from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_same_classes, find_images
 from halfstep_train.data.image_samples import PackSettings, fingerprint_folder
 from halfstep_train.workloads import from_dict
-from halfstep_train.workloads.classification.data import ImageData, open_image_data
+from halfstep_train.workloads.base.workload import OpenedData
+from halfstep_train.workloads.classification.data import open_image_data
 
 USUAL = FolderLayout()
 
@@ -164,7 +165,7 @@ def write_idx(folder: Path, *, mark: str = "-", packed: bool = False) -> np.ndar
     return made["train"]
 
 
-def opened(folder: Path) -> ImageData:
+def opened(folder: Path) -> OpenedData:
     config = from_dict("resnet18", {"data": {"dir": str(folder), "image_size": 28}}).config
     return open_image_data(config.data)  # type: ignore[arg-type]
 
@@ -177,7 +178,7 @@ def test_idx_files_are_a_classifiers_data_with_the_test_part_as_validation(
 ) -> None:
     pixels = write_idx(tmp_path / below, mark=mark, packed=packed)
     data = opened(tmp_path)
-    assert data.classes == tuple("0123456789")
+    assert data.store["classes"] == list("0123456789")
     assert (len(data.train), len(data.val)) == (10, 4)
     sample = data.train.sample(3, key=(0, 0, 3))
     assert int(sample["label"]) == 3

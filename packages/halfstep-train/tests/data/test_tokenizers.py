@@ -137,22 +137,6 @@ def test_the_end_of_a_document_is_no_text(tmp_path: Path) -> None:
             assert lengths_of(tokenizer)[tokenizer.end] == 0
 
 
-def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> None:
-    whole = read_tokenizer(small_bpe(tmp_path / "whole"))
-    assert isinstance(whole, Bpe)
-    model = json.loads(whole.text)["model"]
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    (apart / "vocab.json").write_text(json.dumps(model["vocab"]))
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    (apart / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    for named in (apart, apart / "vocab.json", apart / "merges.txt"):
-        found = read_tokenizer(named)
-        assert found.encode(TEXT).tolist() == whole.encode(TEXT).tolist()
-        assert found.decode(found.encode(TEXT).tolist()) == TEXT
-        assert found.end == whole.end
-
-
 def test_a_character_that_is_not_known_is_named_with_its_place() -> None:
     with pytest.raises(DataError, match=r"notes\.txt has the character 'z' at position 3") as error:
         Characters.from_texts(["abc"]).encode("abcz", source="notes.txt")

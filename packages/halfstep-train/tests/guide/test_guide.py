@@ -33,7 +33,7 @@ from halfstep_train.guide.guide import (
 from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep_train.run.memory.sizing import StepCost, predict_step_cost
 from halfstep_train.workloads import from_dict, load
-from halfstep_train.workloads.base.using import OpenedData
+from halfstep_train.workloads.base.workload import OpenedData
 from halfstep_train.workloads.classification import build as image_classification
 from halfstep_train.workloads.segmentation.config import UNetConfig
 from halfstep_train.workloads.segmentation.demo import write_demo

@@ -19,7 +19,7 @@ from halfstep_train.kernels.chain import (
     convolve_backward,
 )
 from halfstep_train.kernels.fast_forms import can_chain, force, has_room_for_tiles
-from halfstep_train.kernels.normalise import (
+from halfstep_train.kernels.normalise_triton import (
     combine_partials,
     compute_norm,
     compute_raw_gradient,
@@ -115,7 +115,7 @@ def test_statistics_stay_exact_however_far_the_mean_is(ratio: int) -> None:
     y = random_map(4, 16, 8, 8) + ratio
     norm, exact = compute_norm(y, nn.BatchNorm2d(16, eps=0.0)), y.double()
     torch.testing.assert_close(norm.mean.double(), exact.mean((0, 2, 3)), rtol=2**-22, atol=2**-20)
-    # kernels.normalise states 2⁻²³ (1 + r²) for the variance; r up to 4, 8 for the summation.
+    # kernels.normalise_triton states 2⁻²³ (1 + r²) for the variance; r up to 4, 8 for the summation.
     torch.testing.assert_close(norm.inverse.double() ** -2, exact.var((0, 2, 3), correction=0), rtol=1.6e-5, atol=0)
 
 
@@ -156,8 +156,9 @@ def test_one_value_a_channel_is_torchs_error() -> None:
 
 
 @pytest.mark.slow
-def test_triton_is_imported_only_where_a_kernel_runs() -> None:
-    code = "import sys, halfstep, halfstep_train.kernels.chain; sys.exit('triton' in sys.modules)"
+def test_kernels_are_imported_only_where_they_run() -> None:
+    families = ", ".join(f"halfstep_train.workloads.{name}.build" for name in ("classification", "segmentation"))
+    code = f"import sys, {families}; sys.exit(any('halfstep' in name and '_triton' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.recompute import set_recompute
-from halfstep_train.kernels import resnet_chain
 from halfstep_train.kernels.fast_forms import force
-from halfstep_train.kernels.normalise import Norm, compute_norm, compute_raw_gradient
 from halfstep_train.workloads.classification.resnet import Bottleneck, ResNet, build_resnet
 
 pytest.importorskip("triton")
 
-from halfstep_train.kernels import resnet_triton  # noqa: E402
+from halfstep_train.kernels import resnet_chain, resnet_triton  # noqa: E402
+from halfstep_train.kernels.normalise_triton import Norm, compute_norm, compute_raw_gradient  # noqa: E402
 from halfstep_train.kernels.resnet_triton import (  # noqa: E402
     compute_join_gradient,
     compute_pair_gradients,
@@ -64,7 +63,7 @@ def built(name: str) -> tuple[ResNet, Tensor]:
 def chain(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Return what counts how often the chain ran."""
     counted = Mock(side_effect=resnet_chain.run_resnet_chain)
-    monkeypatch.setattr("halfstep_train.workloads.classification.resnet.run_resnet_chain", counted)
+    monkeypatch.setattr("halfstep_train.kernels.resnet_chain.run_resnet_chain", counted)
     return counted
 
 

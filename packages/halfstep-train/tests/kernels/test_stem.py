@@ -7,13 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep_train.kernels.normalise import GradientSums, Norm
-from halfstep_train.kernels.stem import (
-    StemConv,
-    can_run_stem,
-    compute_stem_gradient_through_norm,
-    pad_image,
-)
+from halfstep_train.kernels.normalise_triton import GradientSums, Norm
+from halfstep_train.kernels.stem import StemConv, can_run_stem
+from halfstep_train.kernels.stem_triton import ThroughNorm, compute_stem_gradient, pad_image
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -122,7 +118,7 @@ def test_the_gradient_through_batch_norm_is_that_of_the_raw_maps_gradient(
     dy = plain_gradient_of_raw(g, y, norm, sums, masked)
     StemConv.apply(image, weight, 1, 1).backward(dy.to(dtype))
     padded = pad_image(image, 3, 1, 1, dtype)
-    found = compute_stem_gradient_through_norm(padded, weight, g, y, norm, sums, masked=masked)
+    found = compute_stem_gradient(padded, weight, g, ThroughNorm(y, norm, sums, masked))
     # Where dy lies between two values of a half format, the order of operations decides which it becomes: now and then
     # one of 126 dy, of sizes up to 20, differs in its last place.
     torch.testing.assert_close(found, weight.grad, rtol=1e-5, atol=max(1e-4, 20 * torch.finfo(dtype).eps))

@@ -13,13 +13,14 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from halfstep.recompute import Recompute, set_recompute
 from halfstep_train.kernels.fast_forms import force
-from halfstep_train.kernels.normalise import compute_norm
-from halfstep_train.kernels.unet_chain import Head, PoolConv, UpConcatConv
 from halfstep_train.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep_train.workloads.segmentation import unet as unet_module
 from halfstep_train.workloads.segmentation.unet import DoubleConv, UNet
 
 pytest.importorskip("triton")
+from halfstep_train.kernels import unet_chain  # noqa: E402
+from halfstep_train.kernels.normalise_triton import compute_norm  # noqa: E402
+from halfstep_train.kernels.unet_chain import Head, PoolConv, UpConcatConv  # noqa: E402
 
 Outcome = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 
@@ -28,13 +29,13 @@ Outcome = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 def chained(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The images that went through the chain."""
     images: list[Tensor] = []
-    original = unet_module.compute_chained_logits
+    original = unet_chain.compute_chained_logits
 
     def note(image: Tensor, *args: object, **options: object) -> Tensor:
         images.append(image)
         return original(image, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(unet_module, "compute_chained_logits", note)
+    monkeypatch.setattr(unet_chain, "compute_chained_logits", note)
     return images
 
 

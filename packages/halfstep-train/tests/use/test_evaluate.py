@@ -15,6 +15,7 @@ from PIL import Image
 
 from data import data_sets
 from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep_train.data.loader import name_sample
 from halfstep_train.report.metrics_file import read
 from halfstep_train.report.run_report import EvaluationResult
 from halfstep_train.run.assemble import build_workload
@@ -81,7 +82,8 @@ def test_every_class_is_listed_and_the_worst_median_and_best_images_are_drawn(un
 def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_path: Path) -> None:
     """The demo's images have 64 pixels a side, the model sees 32."""
     found = evaluated(unet, options={"full_size": True}, out=tmp_path / "out")
-    names = {Path(name).stem for name in build_workload(load(str(unet / "config.yaml")).config).val_names}
+    held_out = build_workload(load(str(unet / "config.yaml")).config).val_samples
+    names = {Path(name_sample(held_out, index)).stem for index in range(len(held_out))}
     images = [path for path in sorted((unet / "data" / "imgs").iterdir()) if path.stem in names]
     request = PredictRequest(out=tmp_path / "masks")
     predict(unet, images, report=Told(unet).report, request=request)

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep_train.data.binary_sets import ROW_BYTES
@@ -196,50 +194,6 @@ def test_a_stored_run_is_built_again_without_the_weights_it_started_from(folder:
     build_workload(config, store)
     with pytest.raises(ModelError, match="no weights at"):
         build_workload(config)
-
-
-def linear(num_classes: int, size: int = 32) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, num_classes))
-
-
-def fixed_head() -> nn.Module:
-    return linear(7)
-
-
-def not_a_model() -> int:
-    return 3
-
-
-@pytest.fixture
-def own_model(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(sys.modules, "a_users_models", sys.modules[__name__])
-    return "a_users_models"
-
-
-def test_a_model_of_the_users_own_gets_the_number_of_classes(folder: Path, own_model: str) -> None:
-    workload = built(folder, *TINY, f"model.path={own_model}:linear", "model.options.size=32")
-    assert workload.forward(workload.model, first_batch(workload, training=True)).shape == (6, 3)
-    assert workload.model.training
-
-
-@pytest.mark.parametrize(
-    ("words", "kind", "complaint"),
-    [
-        (["model.path=a_users_models:fixed_head"], ModelError, r"\(1, 7\) for one image, but the data has 3"),
-        (["model.path=a_users_models:not_a_model"], ModelError, "'int' object"),
-        (["model.path=a_users_models:linear", "model.options.depth=3"], ModelError, "depth"),
-        (["model.path=a_users_models:linear", "model.options.size=8"], ModelError, "3×32×32"),
-        (["model.path=a_users_models:linear", "model.replace_head=true"], ConfigError, "replace_head"),
-        (["model.path=a_users_models:nothing"], ConfigError, "no function 'nothing'"),
-        (["model.path=no_such_package:model"], ConfigError, "cannot be imported"),
-        (["model.path=just_a_name"], ConfigError, "not an import path"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_named_before_training(
-    folder: Path, own_model: str, words: list[str], kind: type[Exception], complaint: str
-) -> None:
-    with pytest.raises(kind, match=complaint):
-        built(folder, *TINY, *words)
 
 
 def test_a_last_batch_that_batchnorm_cannot_learn_from_is_refused_before_training(folder: Path) -> None:

@@ -355,14 +355,8 @@ def test_sizes_that_cannot_be_halved_and_faulty_trees_are_refused_before_the_fir
 
 @pytest.mark.parametrize("said", [{"data__test_maps": [1]}, {"data__val_fraction": 0.5}])
 def test_a_split_that_would_be_passed_over_is_refused(data: Path, said: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"(has no effect|needs data\.val_maps)[\s\S]*data\.split"):
+    with pytest.raises(ConfigError, match=r"(has no effect|needs data\.val_maps)[\s\S]*RadioUNet"):
         settings("radiodiff_vae", data, VAE, **said)
-
-
-def test_radiodiffs_split_names_its_leaking_maps(data: Path) -> None:
-    workload = build(settings("radiodiff_vae", data, VAE, data__split="radiodiff", data__simulation="IRT4").config)
-    assert any("validation map" in note and "training maps too" in note for note in workload.notes)
-    assert build(settings("radiodiff_vae", data, VAE).config).notes == ()
 
 
 def test_the_sum_over_a_whole_map_is_finite_where_fp16_would_overflow() -> None:

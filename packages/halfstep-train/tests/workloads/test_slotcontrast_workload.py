@@ -86,7 +86,6 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
     assert alone.metrics["fg_ari"] == found.metrics["fg_ari"]
     assert "--batch-size 1 gives different scores from training: validation loss" in capsys.readouterr().err
     video = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
-    np.save(tmp_path / "a.npy", video)
     (tmp_path / "frames").mkdir()
     for t in range(2):
         Image.fromarray(video[t]).save(tmp_path / "frames" / f"{t:08d}_image.png")
@@ -95,12 +94,12 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
         (tmp_path / "cut 1" / part).mkdir(parents=True, exist_ok=True)
         Image.fromarray(video[t]).save(tmp_path / "cut 1" / part / f"{t}.png")
     shard = next(clips.glob("*validation*.tar"))
-    asked = [tmp_path / "a.npy", tmp_path / "frames", tmp_path / "cut 1", shard]
+    asked = [tmp_path / "frames", tmp_path / "cut 1", shard]
     made = predict(run, asked, report=RunReport(run, quiet=True), request=PredictRequest(out=tmp_path / "out"))
     assert not made.failed
-    assert [answer.file for answer in made.answers] == [str(tmp_path / "a.npy"), str(tmp_path / "frames"),
-                                                        str(tmp_path / "cut 1" / "frames"), str(shard)]  # fmt: skip
-    assert np.load(tmp_path / "out" / "a_slots.npy").shape == (3, 32, 48)
+    assert [answer.file for answer in made.answers] == [str(tmp_path / "frames"), str(tmp_path / "cut 1" / "frames"),
+                                                        str(shard)]  # fmt: skip
+    assert np.load(tmp_path / "out" / "frames_slots.npy").shape == (2, 32, 48)
     assert (tmp_path / "out" / "frames.gif").exists()
     assert len(np.load(tmp_path / "out" / "frames_slots.npy")) == 2, "masks are no frames"
     assert len(np.load(tmp_path / "out" / "cut 1_slots.npy")) == 2

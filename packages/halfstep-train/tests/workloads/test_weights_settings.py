@@ -65,9 +65,9 @@ def test_a_pipelines_schedule_target_and_size_are_taken_and_kept(data: Path, tmp
 def test_what_the_user_set_holds_and_is_named(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     config = asked(data, weights, noise__schedule="linear", model__target="v", data__image_size=16).config
-    found = adopt_settings(config)  # type: ignore[arg-type]
-    assert (found.config.noise.schedule, found.config.noise.steps, found.config.data.image_size) == ("linear", 40, 16)
-    assert [note.split(":")[0] for note in found.notes] == ["noise.schedule=linear", "data.image_size=16"]
+    found, _, notes = adopt_settings(config)  # type: ignore[arg-type]
+    assert (found.noise.schedule, found.noise.steps, found.data.image_size) == ("linear", 40, 16)
+    assert [note.split(":")[0] for note in notes] == ["noise.schedule=linear", "data.image_size=16"]
 
 
 def test_pictures_of_another_size_are_what_a_pipeline_then_draws(data: Path, tmp_path: Path) -> None:
@@ -83,14 +83,14 @@ def test_the_size_of_a_latent_model_is_that_of_its_images(data: Path, tmp_path: 
     weights = pipeline(tmp_path / "theirs")
     vae_folder(weights / "vqvae")
     with_its_vae = asked(data, weights, model__vae=str(weights)).config
-    assert adopt_settings(with_its_vae).config.data.image_size == 16  # type: ignore[arg-type]
+    assert adopt_settings(with_its_vae)[0].data.image_size == 16  # type: ignore[arg-type]
 
 
 def test_a_unet_alone_leaves_the_settings_alone(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     (weights / "unet").rename(tmp_path / "unet")
-    found = adopt_settings(asked(data, tmp_path / "unet").config)  # type: ignore[arg-type]
-    assert found.settled == {"data.image_size": 8}
+    _, settled, _ = adopt_settings(asked(data, tmp_path / "unet").config)  # type: ignore[arg-type]
+    assert settled == {"data.image_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_a_process_that_is_not_supported_is_refused_unless_the_unet_is_named(
     with pytest.raises(ConfigError, match=said):
         adopt_settings(asked(data, weights).config)  # type: ignore[arg-type]
     if "prediction_type" not in theirs:
-        found = adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
-        assert found.settled == {"data.image_size": 8}
-        assert any(str(path) in note and "noise.* and model.target are used" in note for note in found.notes)
+        _, settled, notes = adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
+        assert settled == {"data.image_size": 8}
+        assert any(str(path) in note and "noise.* and model.target are used" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,6 @@ def _read_idx_images(folder: Path, part: str) -> StoredImages:
     pixels, labels = (_read_idx_array(folder, part, kind, axes) for kind, axes in (("images", 3), ("labels", 1)))
     if len(pixels) != len(labels) or len(pixels) == 0:
         raise _make_broken_error(folder, f"it has {len(pixels)} {part} images and {len(labels)} labels")
-    if pixels.shape[1] != pixels.shape[2]:
-        raise _make_broken_error(folder, f"images of {pixels.shape[2]}×{pixels.shape[1]} pixels are not square")
     gray = torch.from_numpy(pixels).unsqueeze(-1)
     return StoredImages(
         pixels=gray.expand(-1, -1, -1, 3),  # no copy: each channel is the same memory

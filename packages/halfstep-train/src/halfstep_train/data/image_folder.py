@@ -46,7 +46,6 @@ class FolderLayout:
     """The training folder, then the validation folder."""
     val_fraction: float = 0.1
     """Share of each class held out if there is no validation folder; 0 holds out nothing."""
-    seed: int = 0
     label_column: str = ""
     """Column of a metadata table; empty: the first of `label_columns` that exists."""
     label_columns: tuple[str, ...] = LABEL_COLUMNS
@@ -199,7 +198,7 @@ def _split_classes(
     train, val = {}, {}
     for name, paths in found.items():
         # The class name is part of the seed: adding a class does not change the split of the others.
-        train[name], val[name] = split_off(paths, layout.val_fraction, f"{layout.seed} {name}")
+        train[name], val[name] = split_off(paths, layout.val_fraction, f"0 {name}")
     if layout.val_fraction > 0 and not any(val.values()):
         raise DataError(
             "every class has only one image: none is left for validation",

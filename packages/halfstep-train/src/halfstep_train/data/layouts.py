@@ -29,7 +29,6 @@ from halfstep_train.data.files import (
     describe_content,
     list_folders,
     list_some,
-    make_natural_key,
 )
 
 ID, ANY_FOLDERS = "{id}", "**"
@@ -48,17 +47,10 @@ class NamePattern:
         fixed = next((k for k, part in enumerate(parts) if ID in part or "*" in part), len(parts))
         return "/".join(parts[:fixed]) or "."
 
-    def find(self, root: Path) -> dict[str, list[Path]]:
-        """Return all matches by id, in natural order; several files of one id differ in extension or in what `*`
-        matches."""
-        files = sorted(self.iterate(root), key=lambda one: make_natural_key(one[1].relative_to(root).as_posix()))
-        by_id: dict[str, list[Path]] = {}
-        for name, path in files:
-            by_id.setdefault(name, []).append(path)
-        return by_id
-
     def iterate(self, root: Path) -> Iterator[tuple[str, Path]]:
-        """Yield ids and paths in the order of the file system, without hidden files and folders."""
+        """Yield ids and paths in the order of the file system, without hidden files and folders.
+
+        Several files of one id differ in extension or in what `*` matches."""
         text, wants_folder = PurePosixPath(self.text).as_posix(), self.text.endswith("/")
         ending = PurePosixPath(text).suffix.lower()
         endings = (ending,) if ending in READABLE_ENDINGS else READABLE_ENDINGS
@@ -187,11 +179,6 @@ class PairLayout:
     val_images: str = ""
     val_masks: str = ""
 
-    @property
-    def is_common(self) -> bool:
-        """True if known data sets should be looked for: no setting names images, masks or their names."""
-        return not (self.images or self.masks or self.val_images)
-
     def make_names(self, images: str, masks: str) -> PairNames:
         """Return the patterns for two folders, or the given patterns unchanged."""
         return PairNames(
@@ -241,7 +228,7 @@ def _find_pair_folders_at(root: Path) -> str:
 
 
 def _find_layout_at(root: Path, asked: PairLayout) -> Layout | None:
-    if asked.is_common:
+    if not (asked.images or asked.masks or asked.val_images):
         # A data set may have several rows, for its versions: the first that fits counts. Two data sets are an error.
         known: dict[str, Layout] = {}
         for layout in KNOWN:

@@ -189,6 +189,11 @@ class NamedSamples(Protocol):
         ...
 
 
+def name_sample(samples: object, index: int) -> str:
+    """Return the name of a sample for messages and pictures."""
+    return (implements(samples, NamedSamples) and samples.name_of(index)) or f"sample {index}"
+
+
 class FileSamples(Protocol):
     """Samples that are read from files."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from halfstep_train.data.files import Array
 
@@ -35,18 +37,17 @@ class SampleCache:
                 self._arrays[name] = np.frombuffer(memory, dtype=dtype).reshape(num_samples, *shape)
             self._is_filled = np.frombuffer(mmap.mmap(-1, num_samples), dtype=np.bool_)
 
-    def get(self, index: int) -> dict[str, Array] | None:
-        """Return copies of the arrays of sample `index`; None if it is not cached."""
-        if not (self.is_enabled and self._is_filled[index]):
-            return None
-        return {name: array[index].copy() for name, array in self._arrays.items()}
-
-    def put(self, index: int, arrays: Mapping[str, Array]) -> None:
-        """Store a sample, if there is room for all samples."""
+    def get_or_read(self, index: int, read: Callable[[], Mapping[str, Array]]) -> dict[str, Tensor]:
+        """Return sample `index` as tensors, copied from the cache; otherwise read it, and store it if all samples
+        fit."""
+        if self.is_enabled and self._is_filled[index]:
+            return {name: torch.from_numpy(array[index].copy()) for name, array in self._arrays.items()}
+        found = read()
+        for name, array in self._arrays.items():  # none if the cache is off
+            array[index] = found[name]
         if self.is_enabled:
-            for name, array in self._arrays.items():
-                array[index] = arrays[name]
             self._is_filled[index] = True
+        return {name: torch.from_numpy(array) for name, array in found.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned worker cannot inherit the mapping: it gets a new, empty one.

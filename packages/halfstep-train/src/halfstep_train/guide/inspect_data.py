@@ -12,7 +12,8 @@ from halfstep.errors import DataError
 from halfstep_train.data.files import OnBadFile, list_some
 from halfstep_train.workloads import KINDS, from_dict
 from halfstep_train.workloads.base.sheets import draw_captioned
-from halfstep_train.workloads.base.using import Guiding, OpenedData, spread_indices, use_folder
+from halfstep_train.workloads.base.using import Guiding, spread_indices, use_folder
+from halfstep_train.workloads.base.workload import OpenedData
 
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
 

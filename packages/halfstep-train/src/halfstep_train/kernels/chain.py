@@ -1,7 +1,7 @@
 """Convolutions between normalised maps: autograd sees only the raw outputs of convolutions.
 
 BatchNorm and ReLU of a raw map belong to the layer that reads it, so their forward and backward are whole kernels of
-`kernels.normalise`, with no intermediate map that autograd would have to track.
+`kernels.normalise_triton`, with no intermediate map that autograd would have to track.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep_train.kernels.normalise import (
+from halfstep_train.kernels.normalise_triton import (
     GradientSums,
     Norm,
     compute_norm,

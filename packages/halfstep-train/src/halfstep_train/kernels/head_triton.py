@@ -8,7 +8,6 @@ mostly empty. Scale, offset and weights are loaded once per program, which is wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep_train.kernels.normalise import GradientSums, Norm, allocate_like, combine_partials
+from halfstep_train.kernels.normalise_triton import GradientSums, Norm, allocate_like, combine_partials
 
 
 class HeadBlocks(NamedTuple):
@@ -208,15 +207,13 @@ def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g
         tl.store(out + at, dy.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTiles:
+class HeadTiles(NamedTuple):
     """The tiling: programs, each of which processes tiles of an image's rows with all channels."""
 
     num_tiles: int
     pixels: int
-    rows: int
-    columns: int
-    programs: int
+    grid: tuple[int]
+    options: dict[str, int]
 
 
 def cut_head_tiles(y: Tensor, blocks: HeadBlocks, parts: int = 1) -> HeadTiles:
@@ -226,7 +223,8 @@ def cut_head_tiles(y: Tensor, blocks: HeadBlocks, parts: int = 1) -> HeadTiles:
     columns = int(triton.next_power_of_2(channels))
     rows = max(blocks.values // columns, 1)
     num_tiles = n * triton.cdiv(height * width, rows * parts)
-    return HeadTiles(num_tiles, height * width, rows, columns, min(num_tiles, blocks.programs))
+    options = {"ROWS": rows, "COLS": columns, "num_warps": blocks.warps}
+    return HeadTiles(num_tiles, height * width, (min(num_tiles, blocks.programs),), options)
 
 
 def get_strides(dlogits: Tensor) -> tuple[int, int, int]:
@@ -241,12 +239,10 @@ def compute_logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tenso
     n, channels, height, width = y.shape
     classes, tiles = len(weight), cut_head_tiles(y, LOGITS)
     out = torch.empty((n, classes, height, width), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
-    logits_kernel[(tiles.programs,)](
+    logits_kernel[tiles.grid](
         *(y, norm.scale, norm.offset, weight, bias, out, tiles.num_tiles, tiles.pixels, channels),
         CLASSES=classes,
-        ROWS=tiles.rows,
-        COLS=tiles.columns,
-        num_warps=LOGITS.warps,
+        **tiles.options,
     )
     return out
 
@@ -256,16 +252,14 @@ def sum_head_gradients(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -
     channels, classes = y.shape[1], len(weight)
     parts = max(SUM_LOADS // classes, 1)
     tiles = cut_head_tiles(y, SUMS, parts)
-    partials = y.new_empty((tiles.programs, 2 + classes, channels), dtype=torch.float32)
-    bias_partials = y.new_empty((tiles.programs, classes), dtype=torch.float32)
-    head_sums_kernel[(tiles.programs,)](
+    partials = y.new_empty((*tiles.grid, 2 + classes, channels), dtype=torch.float32)
+    bias_partials = y.new_empty((*tiles.grid, classes), dtype=torch.float32)
+    head_sums_kernel[tiles.grid](
         *(y, dlogits, norm.mean, norm.scale, norm.offset, weight, partials, bias_partials),
         *(tiles.num_tiles, tiles.pixels, channels, *get_strides(dlogits)),
         CLASSES=classes,
         PARTS=parts,
-        ROWS=tiles.rows,
-        COLS=tiles.columns,
-        num_warps=SUMS.warps,
+        **tiles.options,
     )
     total = combine_partials(partials)
     return (
@@ -278,12 +272,10 @@ def sum_head_gradients(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -
 def compute_head_gradient(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor, sums: GradientSums) -> Tensor:
     """Return the gradient of y."""
     channels, tiles, out = y.shape[1], cut_head_tiles(y, GRADIENT), allocate_like(y)
-    head_gradient_kernel[(tiles.programs,)](
+    head_gradient_kernel[tiles.grid](
         *(y, dlogits, norm.mean, norm.inverse, norm.scale, norm.offset, weight, sums.g, sums.gx, out),
         *(tiles.num_tiles, y.numel() // channels, tiles.pixels, channels, *get_strides(dlogits)),
         CLASSES=len(weight),
-        ROWS=tiles.rows,
-        COLS=tiles.columns,
-        num_warps=GRADIENT.warps,
+        **tiles.options,
     )
     return out

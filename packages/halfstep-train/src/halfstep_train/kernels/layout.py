@@ -104,3 +104,7 @@ def cut_tiles(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
     # No more than num_programs in all: each program walks over several tiles of rows.
     down = min(triton.cdiv(num_rows, rows), max(1, tiling.num_programs // across))
     return Tiles((across, down), rows, channels, tiling.num_warps)
+
+
+MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
+"""Limits of `Head` in unet_chain.py: it holds all channels of a pixel in registers and unrolls a loop over classes."""

@@ -1,8 +1,22 @@
-"""The Triton kernels of BatchNorm and ReLU on channels_last maps, viewed as rows of channels, [num_rows, num_channels].
+"""BatchNorm in training and the ReLU after it, in kernels that read a map as few times as possible.
 
-A tile is [ROWS, COLUMNS]: adjacent threads hold adjacent channels, which are adjacent in memory. Kernels that sum keep
-two such tiles of sums and add up their rows once, at the end. Each program writes [2, COLUMNS] to `partials`, and a
-`_finish` kernel adds those in a fixed order, so that results are bit-identical in every run.
+    z = relu(y·scale + offset), scale = weight·inverse, offset = bias - mean·scale, inverse = 1/√(variance + eps)
+    dy = scale·(g - Σg/n - (y - mean)·inverse²·Σg(y - mean)/n), g = dz where z > 0
+
+Statistics need one pass over y, and z one more. In backward the sums need one pass over dz and y, and dy a second. The
+variance comes from two plain sums, which read memory faster than Welford's update:
+
+    s1 = Σ (y - shift), s2 = Σ (y - shift)²; mean = shift + s1/n; variance = s2/n - (s1/n)²
+
+With shift 0 the difference cancels if |mean| ≫ deviation. So the shift is one value of the channel, which is near the
+mean. The relative error of the variance is then about 2⁻²³ (1 + r²) times that of the summation, with r = |shift -
+mean| / deviation, rarely above 3 however large the mean is. A NaN or infinity anywhere in a channel makes its variance
+NaN, as with Welford. Vectors of channels and all sums are fp32.
+
+Maps are channels_last, viewed as rows of channels, [num_rows, num_channels]. A tile is [ROWS, COLUMNS]: adjacent
+threads hold adjacent channels, which are adjacent in memory. Kernels that sum keep two such tiles of sums and add up
+their rows once, at the end. Each program writes [2, COLUMNS] to `partials`, and a `_finish` kernel adds those in a
+fixed order, so that results are bit-identical in every run.
 
 A program takes some channels of many rows: vectors of channels are loaded once, and sums stay in registers until the
 end. Row strides are free, so that a map may be a slice of a wider one's channels. Offsets of a whole map can exceed 32
@@ -11,10 +25,12 @@ bits; those within a tile cannot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep_train.kernels.layout import get_row_stride
 
@@ -27,6 +43,23 @@ MAP_COLUMNS, MAP_ROWS, MAP_TILES = 128, 32, 4
 MAP_VALUES = 512  # values of a tile per warp: sixteen per thread
 FINISH_VALUES, FINISH_WARPS = 8192, 8
 """How many of one sum's parts a program adds at once: all that `SUM_PROGRAMS` leave, in one round trip to memory."""
+
+
+class Norm(NamedTuple):
+    """The normalisation y·scale + offset of a raw map y; each field is [channels]."""
+
+    mean: Tensor
+    inverse: Tensor
+    scale: Tensor
+    offset: Tensor
+
+
+class GradientSums(NamedTuple):
+    """Sums over rows, each [channels], with g the gradient of y·scale + offset."""
+
+    g: Tensor  # Σ g, the gradient of the bias
+    gx: Tensor  # Σ g·(y - mean)
+    weight: Tensor  # inverse·Σ g·(y - mean), the gradient of the weight
 
 
 @triton.jit
@@ -127,7 +160,7 @@ def _finish_statistics(
     second = _add_partials(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
     # `shift` is the map itself: its first row is what `_partial_sums` subtracted.
     mean = tl.load(shift + columns, is_channel, 0.0).to(tl.float32) + first
-    # The shift is near the mean, so little cancels here (see normalise.py).
+    # The shift is near the mean, so little cancels here (see the module docstring).
     variance = second - first * first
     variance = tl.where(variance < 0, 0.0, variance)  # `maximum` would turn NaN into 0
     inverse = 1.0 / tl.sqrt(variance + eps)
@@ -203,17 +236,30 @@ def _gradient_of_raw(
         tl.store(results, result.to(dy.dtype.element_ty), inside)
 
 
-def sum_statistics(y: Tensor) -> Tensor:
-    """Return partial Σ d and Σ d² over rows, [parts, 2, channels]; d = y - its first row."""
-    return _launch_sums(y, y, y, y, y, is_gradient=False)
+def compute_norm(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
+    """Return the normalisation by this batch's statistics, and update the running ones."""
+    num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
+    if num_rows == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
+    partials = _sum_rows(y, y, y, y, y, is_gradient=False)
+    result = torch.empty(4, num_channels, dtype=torch.float32, device=y.device)
+    grid, blocks = _choose_finish_blocks(partials)
+    _finish_statistics[grid](
+        partials, y, norm.weight, norm.bias, result, norm.running_mean, norm.running_var, norm.num_batches_tracked,
+        len(partials), num_rows, num_channels, norm.eps, norm.momentum, **blocks,
+    )  # fmt: skip
+    return Norm(*result)
 
 
-def sum_gradient_parts(dz: Tensor, y: Tensor, mean: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Return partial Σ g and Σ g·(y - mean) over rows, [parts, 2, channels]; g = dz where y·scale + offset > 0."""
-    return _launch_sums(y, dz, mean, scale, offset, is_gradient=True)
+def sum_gradients(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
+    """Return the sums for z = relu(y·scale + offset) with gradient dz, which may be a slice of a wider map's
+    channels."""
+    return finish_sums(_sum_rows(y, dz, norm.mean, norm.scale, norm.offset, is_gradient=True), norm)
 
 
-def _launch_sums(y: Tensor, dz: Tensor, centre: Tensor, scale: Tensor, offset: Tensor, *, is_gradient: bool) -> Tensor:
+def _sum_rows(y: Tensor, dz: Tensor, centre: Tensor, scale: Tensor, offset: Tensor, *, is_gradient: bool) -> Tensor:
+    """Return partial sums over rows, [parts, 2, channels]: Σ d and Σ d², d = y - its first row; or Σ g and
+    Σ g·(y - mean), g = dz where y·scale + offset > 0."""
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
     columns, rows = choose_channel_block(num_channels), GRADIENT_ROWS if is_gradient else STATISTICS_ROWS
     num_blocks = triton.cdiv(num_channels, columns)
@@ -232,55 +278,51 @@ def choose_channel_block(num_channels: int, most: int = SUM_COLUMNS) -> int:
     return int(min(most, triton.next_power_of_2(num_channels)))
 
 
-def finish_plain(partials: Tensor, totals: Tensor) -> None:
-    """Write totals [kinds, channels]: the sum of partials [parts, kinds, channels]."""
+def finish_sums(partials: Tensor, norm: Norm) -> GradientSums:
+    """Return the sums from partial Σ g and Σ g·(y - mean), [parts, 2, channels]."""
+    sums = torch.empty(3, partials.shape[2], dtype=torch.float32, device=partials.device)
+    grid, blocks = _choose_finish_blocks(partials)
+    _finish_gradient[grid](partials, norm.inverse, sums, len(partials), partials.shape[2], **blocks)
+    return GradientSums(*sums)
+
+
+def combine_partials(partials: Tensor) -> Tensor:
+    """Sum [parts, kinds, channels] over parts, always in the same order."""
     num_parts, num_kinds, num_channels = partials.shape
-    blocks = _choose_finish_blocks(num_parts, num_channels)
-    grid = (triton.cdiv(num_channels, blocks["COLUMNS"]), num_kinds)
-    _finish_plain[grid](partials, totals, num_parts, num_channels, **blocks)
+    totals = torch.empty(num_kinds, num_channels, dtype=torch.float32, device=partials.device)
+    grid, blocks = _choose_finish_blocks(partials)
+    _finish_plain[(*grid, num_kinds)](partials, totals, num_parts, num_channels, **blocks)
+    return totals
 
 
-def finish_gradient(partials: Tensor, inverse: Tensor, sums: Tensor) -> None:
-    """Write sums [3, channels]: Σ g, Σ gx, inverse·Σ gx."""
+def _choose_finish_blocks(partials: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Return grid and tile of the kernels that add [parts, kinds, channels] over parts."""
     num_parts, _, num_channels = partials.shape
-    blocks = _choose_finish_blocks(num_parts, num_channels)
-    grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
-    _finish_gradient[grid](partials, inverse, sums, num_parts, num_channels, **blocks)
-
-
-def finish_statistics(partials: Tensor, y: Tensor, norm: torch.nn.BatchNorm2d, result: Tensor) -> None:
-    """Write result [4, channels]: mean, inverse, scale, offset; and update the running statistics of `norm`."""
-    num_parts, _, num_channels = partials.shape
-    blocks = _choose_finish_blocks(num_parts, num_channels)
-    grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
-    _finish_statistics[grid](
-        partials, y, norm.weight, norm.bias, result, norm.running_mean, norm.running_var, norm.num_batches_tracked,
-        num_parts, y.numel() // num_channels, num_channels, norm.eps, norm.momentum, **blocks,
-    )  # fmt: skip
-
-
-def _choose_finish_blocks(num_parts: int, num_channels: int) -> dict[str, int]:
     # At most an eighth of FINISH_VALUES, so that a tile can be 8 channels wide.
     parts = min(triton.next_power_of_2(num_parts), FINISH_VALUES // 8)
     columns = min(FINISH_VALUES // parts, choose_channel_block(num_channels))
-    return {"PARTS": parts, "COLUMNS": columns, "num_warps": FINISH_WARPS}
+    return (triton.cdiv(num_channels, columns),), {"PARTS": parts, "COLUMNS": columns, "num_warps": FINISH_WARPS}
 
 
-def normalise(y: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
-    """Write out = relu(y·scale + offset)."""
+def normalise(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
+    """Return relu(y·scale + offset); `out` may be a slice of the channels of a wider map."""
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
+    out = allocate_like(y) if out is None else out
     grid, blocks = _choose_map_blocks(num_rows, num_channels)
-    _normalised[grid](y, scale, offset, out, num_rows, num_channels, get_row_stride(y), get_row_stride(out), **blocks)
+    strides = get_row_stride(y), get_row_stride(out)
+    _normalised[grid](y, norm.scale, norm.offset, out, num_rows, num_channels, *strides, **blocks)
+    return out
 
 
-def compute_raw_gradient(
-    g: Tensor, y: Tensor, norm: tuple[Tensor, ...], sums: tuple[Tensor, Tensor], dy: Tensor, *, is_masked: bool
-) -> None:
-    """Write dy of a dense map; norm holds mean, inverse, scale and offset, sums hold Σ g and Σ gx."""
-    num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
+def compute_raw_gradient(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool) -> Tensor:
+    """Return dy; `masked` first zeroes g where y·scale + offset <= 0, as ReLU does. g may be a slice of a wider map."""
+    num_channels, num_rows, dy = y.shape[1], y.numel() // y.shape[1], allocate_like(y)
     grid, blocks = _choose_map_blocks(num_rows, num_channels)
     strides = get_row_stride(g), get_row_stride(y)
-    _gradient_of_raw[grid](g, y, *norm, *sums, dy, num_rows, num_channels, *strides, IS_MASKED=is_masked, **blocks)
+    _gradient_of_raw[grid](
+        g, y, *norm, sums.g, sums.gx, dy, num_rows, num_channels, *strides, IS_MASKED=masked, **blocks
+    )
+    return dy
 
 
 def _choose_map_blocks(num_rows: int, num_channels: int) -> tuple[tuple[int, int], dict[str, int]]:
@@ -288,3 +330,8 @@ def _choose_map_blocks(num_rows: int, num_channels: int) -> tuple[tuple[int, int
     grid = (triton.cdiv(num_rows, MAP_ROWS * MAP_TILES), triton.cdiv(num_channels, columns))
     num_warps = max(MAP_ROWS * columns // MAP_VALUES, 1)
     return grid, {"ROWS": MAP_ROWS, "COLUMNS": columns, "TILES": MAP_TILES, "num_warps": num_warps}
+
+
+def allocate_like(y: Tensor) -> Tensor:
+    """Allocate a map of y's shape and dtype, channels_last, and dense even if y is a slice."""
+    return torch.empty(y.shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)

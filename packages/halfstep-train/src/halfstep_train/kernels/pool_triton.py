@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep_train.kernels.layout import Tiling, cut_tiles, get_row_stride
-from halfstep_train.kernels.normalise import GradientSums, Norm, allocate_like, finish_sums
+from halfstep_train.kernels.normalise_triton import GradientSums, Norm, allocate_like, finish_sums
 
 POOLED = Tiling(values=512, most_channels=64, num_warps=4, num_programs=12 * 132)
 SUMS = GRADIENT = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=3 * 132)

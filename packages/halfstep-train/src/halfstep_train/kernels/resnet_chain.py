@@ -27,7 +27,14 @@ from halfstep_train.kernels.chain import (
     convolve,
     convolve_backward,
 )
-from halfstep_train.kernels.normalise import Norm, compute_norm, compute_raw_gradient, normalise
+from halfstep_train.kernels.normalise_triton import Norm, compute_norm, compute_raw_gradient, normalise
+from halfstep_train.kernels.resnet_triton import (
+    compute_join_gradient,
+    compute_pair_gradients,
+    compute_stem_pool_gradient,
+    join_maps,
+    pool_stem,
+)
 from halfstep_train.kernels.stem import StemConv, can_run_stem
 
 Gradients = tuple[Tensor | None, ...]
@@ -130,8 +137,6 @@ class Join(torch.autograd.Function):
         strides: tuple[int, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        from halfstep_train.kernels.resnet_triton import join_maps
-
         # Kernels read weight and bias from the norms. They are arguments too, so that autograd takes gradients.
         how, raws = compute_norm(y, norm), [y]
         hows, shortcut_how = [how], None
@@ -149,8 +154,6 @@ class Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
-        from halfstep_train.kernels.resnet_triton import compute_join_gradient, compute_pair_gradients
-
         (z, *kept), num_readers = ctx.saved_tensors, len(ctx.strides)
         weights, raws = kept[:num_readers], kept[num_readers:]
         wants = ctx.needs_input_grad
@@ -186,8 +189,6 @@ class StemPool(torch.autograd.Function):
         strides: tuple[int, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        from halfstep_train.kernels.resnet_triton import pool_stem
-
         how = compute_norm(y, norm)
         pool = pool_stem(y, how)
         found, cast = convolve_readers(pool.z, weights, strides)
@@ -199,8 +200,6 @@ class StemPool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
-        from halfstep_train.kernels.resnet_triton import compute_join_gradient, compute_stem_pool_gradient
-
         y, raw, places, z, *kept = ctx.saved_tensors
         how, weights, wants = Norm(*kept[:4]), kept[4:], ctx.needs_input_grad
         # Normalising the raw values of the maxima gives z again, at a quarter of the size of y.

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep_train.kernels.layout import Tiling, cut_tiles
-from halfstep_train.kernels.normalise import GradientSums, Norm, allocate_like, finish_sums
+from halfstep_train.kernels.normalise_triton import GradientSums, Norm, allocate_like, finish_sums
 
 SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
 """Programs that keep sums in registers, and leave them to a second kernel: not too many."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from halfstep_train.kernels.layout import PIXEL, PaddedImage, Windows
-from halfstep_train.kernels.normalise import GradientSums, Norm
+from halfstep_train.kernels.layout import PIXEL, PaddedImage
+from halfstep_train.kernels.stem_triton import compute_stem_gradient, convolve_image, pad_image
 
 OUT_CHANNELS_AT_ONCE = 16  # the least that matrix units take
 
@@ -60,53 +60,3 @@ class StemConv(torch.autograd.Function):
         padded = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows)
         dy = gradients[0].contiguous(memory_format=torch.channels_last)
         return None, compute_stem_gradient(padded, weight, dy).to(weight.dtype), None, None, None
-
-
-def pad_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torch.dtype) -> PaddedImage:
-    """Return the image as `convolve_image` reads it, in the dtype of the map; its strides may be any."""
-    from halfstep_train.kernels import stem_triton as kernels
-
-    n, channels, height, width = image.shape
-    windows = Windows(height=height, width=width, kernel=kernel, stride=stride, padding=padding)
-    shape = n, windows.padded_height, windows.padded_width, PIXEL
-    values = torch.empty(shape, dtype=dtype, device=image.device)
-    padded = PaddedImage(values=values, channels=channels, windows=windows)
-    kernels.pad(image, padded)
-    return padded
-
-
-def convolve_image(image: PaddedImage, weight: Tensor) -> Tensor:
-    """Return the raw map, channels_last, in the padded image's dtype."""
-    from halfstep_train.kernels import stem_triton as kernels
-
-    n, out, windows = image.values.shape[0], weight.shape[0], image.windows
-    y = torch.empty(
-        (n, out, windows.rows, windows.columns),
-        dtype=image.values.dtype,
-        device=weight.device,
-        memory_format=torch.channels_last,
-    )
-    kernels.convolve(image, kernels.arrange_weights(image, weight), y)
-    return y
-
-
-def compute_stem_gradient(image: PaddedImage, weight: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of `weight`, in fp32 and with its layout, from that of the raw map."""
-    from halfstep_train.kernels import stem_triton as kernels
-
-    gradient = torch.empty_like(weight, dtype=torch.float32)
-    kernels.finish(image, kernels.sum_gradient_parts(image, dy), gradient)
-    return gradient
-
-
-def compute_stem_gradient_through_norm(
-    image: PaddedImage, weight: Tensor, g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool
-) -> Tensor:
-    """Return the gradient of `weight` through a BatchNorm of the raw map y; dy (see `compute_raw_gradient`) is never
-    written."""
-    from halfstep_train.kernels import stem_triton as kernels
-
-    gradient = torch.empty_like(weight, dtype=torch.float32)
-    parts = kernels.sum_gradient_parts(image, g, kernels.ThroughNorm(y, norm, sums, masked))
-    kernels.finish(image, parts, gradient)
-    return gradient

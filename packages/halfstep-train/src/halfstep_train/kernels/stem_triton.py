@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep_train.kernels.layout import PIXEL, PaddedImage, get_row_stride
-from halfstep_train.kernels.normalise import GradientSums, Norm
+from halfstep_train.kernels.layout import PIXEL, PaddedImage, Windows, get_row_stride
+from halfstep_train.kernels.normalise_triton import GradientSums, Norm
 
 
 class StemBlocks(NamedTuple):
@@ -202,19 +202,23 @@ class ThroughNorm(NamedTuple):
     masked: bool
 
 
-def pad(image: Tensor, padded: PaddedImage) -> None:
-    """Fill `padded.values`."""
-    windows, values = padded.windows, padded.values
+def pad_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torch.dtype) -> PaddedImage:
+    """Return the image as `convolve_image` reads it, in the dtype of the map; its strides may be any."""
+    n, channels, height, width = image.shape
+    windows = Windows(height=height, width=width, kernel=kernel, stride=stride, padding=padding)
+    shape = n, windows.padded_height, windows.padded_width, PIXEL
+    values = torch.empty(shape, dtype=dtype, device=image.device)
     num_pixels = values.numel() // PIXEL
     _pad[(triton.cdiv(num_pixels, PAD_PIXELS),)](
         image, values, num_pixels, *image.stride(),
-        CHANNELS=padded.channels, HEIGHT=windows.height, WIDTH=windows.width, PADDING=windows.padding,
+        CHANNELS=channels, HEIGHT=height, WIDTH=width, PADDING=padding,
         PADDED_HEIGHT=windows.padded_height, PADDED_WIDTH=windows.padded_width, PIXEL=PIXEL,
         PIXELS=PAD_PIXELS, num_warps=PAD_WARPS,
     )  # fmt: skip
+    return PaddedImage(values=values, channels=channels, windows=windows)
 
 
-def arrange_weights(image: PaddedImage, weight: Tensor) -> Tensor:
+def _arrange_weights(image: PaddedImage, weight: Tensor) -> Tensor:
     """Return the weight as the matrix that taps are multiplied with, in the image's dtype."""
     windows, out = image.windows, weight.shape[0]
     result = torch.empty(windows.kernel * windows.row_taps, out, dtype=image.values.dtype, device=weight.device)
@@ -226,19 +230,39 @@ def arrange_weights(image: PaddedImage, weight: Tensor) -> Tensor:
     return result
 
 
-def convolve(image: PaddedImage, weights: Tensor, y: Tensor) -> None:
-    """Write y, the convolution with arranged weights."""
-    num_pixels, out = y.numel() // y.shape[1], y.shape[1]
-    channels = _choose_channel_block(out)
+def convolve_image(image: PaddedImage, weight: Tensor) -> Tensor:
+    """Return the raw map, channels_last, in the padded image's dtype."""
+    n, out, windows = len(image.values), len(weight), image.windows
+    y = torch.empty(
+        (n, out, windows.rows, windows.columns),
+        dtype=image.values.dtype,
+        device=weight.device,
+        memory_format=torch.channels_last,
+    )
+    num_pixels, channels, weights = y.numel() // out, _choose_channel_block(out), _arrange_weights(image, weight)
     _convolve[(triton.cdiv(num_pixels, FORWARD.pixels), triton.cdiv(out, channels))](
         image.values, weights, y, num_pixels, **_make_constants(image), OUT=out,
         PIXELS=FORWARD.pixels, OUT_CHANNELS=channels, num_warps=FORWARD.warps, num_stages=FORWARD.stages,
     )  # fmt: skip
+    return y
 
 
-def sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None = None) -> Tensor:
-    """Return partial gradients of the weight, [parts, out channels, taps], from dy or from the inputs of BatchNorm's
-    dy."""
+def compute_stem_gradient(image: PaddedImage, weight: Tensor, g: Tensor, through: ThroughNorm | None = None) -> Tensor:
+    """Return the gradient of `weight`, in fp32 and with its layout, from dy, that of the raw map.
+
+    Without dy, from its inputs `through` a BatchNorm (see `compute_raw_gradient`): dy is then never written."""
+    partials, windows = _sum_gradient_parts(image, g, through), image.windows
+    (num_parts, out, all_taps), gradient = partials.shape, torch.empty_like(weight, dtype=torch.float32)
+    _finish[(triton.cdiv(out * all_taps, FINISH_VALUES),)](
+        partials, gradient, num_parts, *gradient.stride(),
+        CHANNELS=image.channels, OUT=out, KERNEL=windows.kernel, ROW_TAPS=windows.row_taps, ALL_TAPS=all_taps,
+        PIXEL=PIXEL, VALUES=FINISH_VALUES, PARTS=FINISH_PARTS, num_warps=FINISH_WARPS,
+    )  # fmt: skip
+    return gradient
+
+
+def _sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None) -> Tensor:
+    """Return partial gradients of the weight, [parts, out channels, taps]."""
     num_pixels, out, windows = g.numel() // g.shape[1], g.shape[1], image.windows
     channels, all_taps = _choose_channel_block(out), triton.next_power_of_2(windows.kernel * windows.row_taps)
     of_few = GRADIENT_OF_FEW if through is None else GRADIENT_THROUGH_NORM
@@ -254,17 +278,6 @@ def sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | Non
         PIXELS=blocks.pixels, OUT_CHANNELS=channels, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return partials
-
-
-def finish(image: PaddedImage, partials: Tensor, gradient: Tensor) -> None:
-    """Write the gradient: the sum of its parts, without the values that belong to no tap."""
-    num_parts, out, all_taps = partials.shape
-    windows = image.windows
-    _finish[(triton.cdiv(out * all_taps, FINISH_VALUES),)](
-        partials, gradient, num_parts, *gradient.stride(),
-        CHANNELS=image.channels, OUT=out, KERNEL=windows.kernel, ROW_TAPS=windows.row_taps, ALL_TAPS=all_taps,
-        PIXEL=PIXEL, VALUES=FINISH_VALUES, PARTS=FINISH_PARTS, num_warps=FINISH_WARPS,
-    )  # fmt: skip
 
 
 def _make_constants(image: PaddedImage) -> dict[str, int]:

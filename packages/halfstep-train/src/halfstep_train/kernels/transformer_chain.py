@@ -25,7 +25,6 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn import functional as F
 
 from halfstep_train.kernels.fast_forms import has_room_for_tiles
-from halfstep_train.kernels.normalise import combine_partials
 
 MOST_TOKENS = 256  # keys whose gradients one program of our attention kernel holds
 
@@ -317,4 +316,6 @@ def compute_weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
 
 def sum_partials(partials: Tensor) -> Tensor:
     """Return sums over rows from the programs' partial sums."""
+    from halfstep_train.kernels.normalise_triton import combine_partials
+
     return combine_partials(partials[:, None]).flatten()

@@ -8,25 +8,30 @@ one kernel, `PoolConv` also returns a *promise*: a tensor without memory in the 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from halfstep.islands import get_matmul_dtype
 from halfstep_train.kernels.chain import (
+    NormReluConv,
     SideStream,
+    cast_together,
     cast_weight,
     convolve,
     convolve_backward,
     convolve_backward_with_sums,
 )
+from halfstep_train.kernels.head_triton import compute_head_gradient, compute_logits, sum_head_gradients
 from halfstep_train.kernels.layout import PaddedImage
-from halfstep_train.kernels.normalise import Norm, compute_norm, compute_raw_gradient, normalise, sum_gradients
-from halfstep_train.kernels.stem import compute_stem_gradient_through_norm, convolve_image, pad_image
-
-MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
-"""Limits of `Head`: it holds all channels of a pixel in registers and unrolls the loop over classes."""
+from halfstep_train.kernels.normalise_triton import Norm, compute_norm, compute_raw_gradient, normalise, sum_gradients
+from halfstep_train.kernels.pool_triton import compute_pool_gradient, pool_map, sum_pool_gradients
+from halfstep_train.kernels.stem import can_run_stem
+from halfstep_train.kernels.stem_triton import ThroughNorm, compute_stem_gradient, convolve_image, pad_image
+from halfstep_train.kernels.upsample_triton import compute_doubling_gradient, compute_tap_gradients, double_into
 
 
 class StemNormReluConv(torch.autograd.Function):
@@ -66,7 +71,7 @@ class StemNormReluConv(torch.autograd.Function):
         with SideStream(y.device) as side:
             wants_w = ctx.needs_input_grad[4]
             dz, dw, sums = convolve_backward_with_sums(side, gradients[0], z, w, 1, 1, wants_w, y, norm)
-            dw_stem = compute_stem_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
+            dw_stem = compute_stem_gradient(padded, w_stem, dz, ThroughNorm(y, norm, sums, masked=True))
         return None, dw_stem, sums.weight, sums.g, dw, None, None, None
 
 
@@ -81,8 +86,6 @@ class PoolConv(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_conv: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        from halfstep_train.kernels.pool_triton import pool_map
-
         w, z = cast_weight(y, w_conv), pool_map(y, norm)
         ctx.save_for_backward(y, w, z, *norm)
         n, channels, height, width = y.shape
@@ -93,8 +96,6 @@ class PoolConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep_train.kernels.pool_triton import compute_pool_gradient, sum_pool_gradients
-
         y, w, z, *vectors = ctx.saved_tensors
         norm, dcat = Norm(*vectors), gradients[1].contiguous(memory_format=torch.channels_last)
         with SideStream(y.device) as side:
@@ -138,8 +139,6 @@ class UpConcatConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep_train.kernels.upsample_triton import compute_doubling_gradient, compute_tap_gradients
-
         skip, deep, w, taps, b_up, z, cat, *vectors = ctx.saved_tensors
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
         z = normalise(deep, norm) if z is None else z
@@ -166,8 +165,6 @@ def arrange_taps(deep: Tensor, w_up: Tensor) -> Tensor:
 
 def concatenate(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
     """Return relu(skip normalised) concatenated with z, upsampled to twice its size and centred."""
-    from halfstep_train.kernels.upsample_triton import double_into
-
     n, channels, height, width = skip.shape
     shape = (n, channels + len(b_up), height, width)
     cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)
@@ -186,8 +183,6 @@ class Head(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_out: Tensor, b_out: Tensor, norm: Norm
     ) -> Tensor:
-        from halfstep_train.kernels.head_triton import compute_logits
-
         w = w_out.flatten(1).to(y.dtype).contiguous()
         ctx.save_for_backward(y, w, *norm)
         return compute_logits(y, norm, w, b_out.to(y.dtype))
@@ -195,8 +190,6 @@ class Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep_train.kernels.head_triton import compute_head_gradient, sum_head_gradients
-
         y, w, *vectors = ctx.saved_tensors
         norm, dlogits = Norm(*vectors), gradients[0]
         # The kernels need a constant stride between pixels.
@@ -205,3 +198,81 @@ class Head(torch.autograd.Function):
         sums, dw, db = sum_head_gradients(y, dlogits, norm, w)
         dy = compute_head_gradient(y, dlogits, norm, w, sums)
         return dy, sums.weight, sums.g, dw[:, :, None, None], db, None
+
+
+class Level(NamedTuple):
+    """The convolutions and norms of one level, as the chain needs them."""
+
+    convolution: nn.Conv2d
+    norm: nn.BatchNorm2d
+    next_convolution: nn.Conv2d
+    last_norm: nn.BatchNorm2d
+
+    @classmethod
+    def from_layers(cls, layers: Iterable[Any]) -> Level:
+        """Return the level of a sequence of convolution, BatchNorm and ReLU, twice."""
+        convolution, norm, _, next_convolution, last_norm, _ = layers
+        return cls(convolution, norm, next_convolution, last_norm)
+
+
+def compute_chained_logits(
+    image: Tensor,
+    down_layers: Sequence[nn.Sequential],
+    up_layers: Sequence[tuple[nn.ConvTranspose2d, nn.Sequential]],
+    head: nn.Conv2d,
+    *,
+    keep: bool,
+) -> Tensor:
+    """Return the logits of a channels_last image that needs no gradient, with fused kernels.
+
+    The layers of a level are convolution, BatchNorm and ReLU, twice.
+    Without `keep`, some maps are recomputed in backward: slower, with half the memory. Each step works on raw maps, the
+    outputs of convolutions before norm and ReLU, which the next kernel applies while reading.
+    """
+    downs = [Level.from_layers(layers) for layers in down_layers]
+    ups = [(transposed, Level.from_layers(layers)) for transposed, layers in up_layers]
+    levels = [*downs, *(level for _, level in ups)]
+    convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
+    cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))
+    weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
+    level, skips = downs[0], []
+    y = compute_first_raw_map(image, level, weights, keep=keep)
+    # Down: normalise and pool the raw map while reading it; its skip connection stays raw until it is used.
+    for below in downs[1:]:
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
+        affine = (norm.weight, norm.bias)
+        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
+        skips.append((promise, y.detach(), how))
+        level, y = below, compute_second_raw_map(u, below, weights, keep=keep)
+    # Up: transposed convolution, concatenation and the first convolution in one operation.
+    for up, above in ups:
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
+        deep = (y, norm.weight, norm.bias, up.weight, up.bias)
+        u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
+        # Memory peaks in the backward of the last concatenation, when maps of the last level may still be kept.
+        level, y = above, compute_second_raw_map(u, above, weights, keep=keep or not skips)
+    norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
+    return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
+
+
+Weights = Mapping[nn.Conv2d, Tensor]
+"""Weights of convolutions, cast to the compute format."""
+
+
+def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+    """Return the raw output of the first level's second convolution."""
+    convolution, norm, next_convolution, _ = level
+    if not can_run_stem(image, convolution.weight, 1, 1):
+        u: Tensor = convolution(image)
+        return compute_second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
+    parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
+    return StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+        image, *parameters, norm, get_matmul_dtype(image), keep
+    )
+
+
+def compute_second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+    """Return the raw output of a level's second convolution from that of its first."""
+    _, norm, convolution, _ = level
+    parameters = (norm.weight, norm.bias, weights[convolution])
+    return NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]

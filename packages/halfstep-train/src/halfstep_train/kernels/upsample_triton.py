@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep_train.kernels.layout import get_row_stride
-from halfstep_train.kernels.normalise import allocate_like
+from halfstep_train.kernels.normalise_triton import allocate_like
 
 
 class UpsampleBlocks(NamedTuple):

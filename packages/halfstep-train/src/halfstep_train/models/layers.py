@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, ModelError
 from halfstep_train.kernels.fast_forms import is_wanted
 
 
@@ -137,6 +137,12 @@ def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
 def has_bias(linear: nn.Linear) -> bool:
     """True if a linear layer has a bias."""
     return linear.bias is not None
+
+
+def check_heads(dim: int, heads: int) -> None:
+    """Refuse attention whose heads do not divide its channels."""
+    if dim % heads:
+        raise ModelError(f"{heads} attention heads for {dim} channels", why="heads must divide channels")
 
 
 LEVELS_HALVE = "every level but the last halves it"

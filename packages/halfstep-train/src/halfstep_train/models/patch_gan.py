@@ -18,6 +18,7 @@ from halfstep.islands import fp32_island, to_fp32
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512)
 """Channels of VGG16's convolutions; 0 halves the image. Features before each halving, and the last, are compared."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's channel statistics in 0..1, which official weights expect."""
 
 
 class PatchGan(nn.Module):

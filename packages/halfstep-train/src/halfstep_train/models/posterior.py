@@ -46,15 +46,17 @@ def draw_and_decode(
 
 
 class Codec:
-    """Interface to encode and decode with a VAE: libraries return latents and images in different forms."""
+    """Encode and decode with a VAE of ours; a subclass does so for libraries that return other forms."""
 
     def encode(self, vae: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log-variance (N, C, h, w) of the latents, in fp32."""
-        raise NotImplementedError
+        found: tuple[Tensor, Tensor] = vae.encode(images)
+        return found
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         """Return images (N, channels, H, W)."""
-        raise NotImplementedError
+        found: Tensor = vae.decode(latents)
+        return found
 
     def reconstruct(self, vae: Any, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Encode images, draw latents and decode them (`draw_and_decode`)."""

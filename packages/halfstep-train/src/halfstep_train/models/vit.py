@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype, to_fp32
 from halfstep.recompute import Blocks, keeps_every_product
 from halfstep_train.kernels.fast_forms import has_half_autocast, has_room_for_tiles, has_triton, is_forced_on, is_wanted
@@ -25,6 +24,7 @@ from halfstep_train.models.layers import (
     PatchConv2d,
     accept_any,
     are_plain,
+    check_heads,
     consists_of,
     divide_side,
     has_bias,
@@ -221,12 +221,7 @@ class ViT(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if size.dim % size.heads or min(num_classes, size.depth) < 1:
-            raise ModelError(
-                f"invalid ViT size: {size} with {num_classes} classes",
-                why="heads must divide dim, and all counts must be at least 1",
-                fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16",
-            )
+        check_heads(size.dim, size.heads)
         self.patch = size.patch
         self.grid = divide_side(image_size, size.patch, PATCHES_TILE)
         self.conv_proj = PatchConv2d(3, size.dim, size.patch)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,27 +71,6 @@ def _load_tensors(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about plain pickles; the error below explains it
         return torch.load(path, map_location="cpu", weights_only=True)
-
-
-@contextmanager
-def stream_weights(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
-    """Let a model on the meta device compute: each module reads its own weights when it is called, then drops them."""
-    with ExitStack() as hooks:
-        for prefix, module in model.named_modules():
-            names = [name for name, _ in module.named_parameters(prefix, recurse=False)]
-
-            def read(module: nn.Module, args: Any, names: Sequence[str] = tuple(names)) -> None:
-                for name in names:
-                    own = nn.Parameter(weights[name].to(device), requires_grad=False)
-                    module.register_parameter(name.rpartition(".")[2], own)
-
-            def drop(module: nn.Module, args: Any, out: Any) -> None:
-                module.to("meta")
-
-            if names:
-                for hook in (module.register_forward_pre_hook(read), module.register_forward_hook(drop)):
-                    hooks.callback(hook.remove)
-        yield
 
 
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:

@@ -30,7 +30,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data import noise
 from halfstep_train.data.cache_file import CacheWriter, fingerprint_files, open_or_write
 from halfstep_train.data.image_samples import draw_uniform, gather_images, take_first
-from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
+from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements, name_sample
 from halfstep_train.models.patch_gan import PatchGan
 from halfstep_train.models.posterior import Codec, draw_latent, split_moments
 from halfstep_train.report.run_report import PackingBar
@@ -182,10 +182,9 @@ def open_or_encode(
                     views = [images, images.flip(-1)] if flips else [images]
                     moments = torch.stack([torch.cat(codec.encode(net, view), dim=1) for view in views], dim=1)
                 if not bool(moments.isfinite().all()):
-                    name = part.name_of(start) if implements(part, NamedSamples) else f"sample {start}"
                     another = "another VAE: model.vae" if format == "fp32" else "precision.modules={vae: fp32}"
                     raise ConfigError(
-                        f"the VAE gives NaN or infinity in {format} for {name} or one of the "
+                        f"the VAE gives NaN or infinity in {format} for {name_sample(part, start)} or one of the "
                         f"{len(indices) - 1} images after it",
                         fix=f"{another}, or leave the file out",
                     )

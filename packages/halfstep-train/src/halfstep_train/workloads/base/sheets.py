@@ -30,29 +30,27 @@ def draw_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]
 
     Leave room at the bottom for `bands` lines of text.
     """
-    size = (GAP + len(columns) * (CELL + GAP), (1 + bands) * BAND + len(rows) * (CELL + BAND + GAP))
-    sheet = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    lefts = [GAP + column * (CELL + GAP) for column in range(len(columns))]
-    for left, heading in zip(lefts, columns, strict=True):
-        draw.text((left, 3), heading, fill="black", font=font)
-    for number, (name, cells) in enumerate(rows):
-        top = BAND + number * (CELL + BAND + GAP)
-        for left, cell in zip(lefts, cells, strict=False):
-            sheet.paste(_fit_cell(cell), (left, top))
-        draw.text((GAP, top + CELL + 2), name, fill="black", font=font)
-    return sheet
+    # The name is below the first image of a row.
+    pictures = [
+        (cell, [] if number else [(name, "black")]) for name, cells in rows for number, cell in enumerate(cells)
+    ]
+    return draw_captioned(columns, pictures, columns=len(columns), bands=bands)
 
 
 def draw_captioned(
-    title: str, pictures: Sequence[tuple[Array, Sequence[tuple[str, str]]]], *, columns: int
+    headings: Sequence[str],
+    pictures: Sequence[tuple[Array, Sequence[tuple[str, str]]]],
+    *,
+    columns: int,
+    bands: int = 0,
 ) -> Image.Image:
-    """Draw images (H, W, 3) in columns below a title, each with lines of text in their colours below it."""
-    height = CELL + GAP + BAND * max(len(lines) for _, lines in pictures)
-    size = (GAP + columns * (CELL + GAP), BAND + -(-len(pictures) // columns) * height)
+    """Draw images (H, W, 3) in columns below headings, each with lines of text in their colours below it."""
+    height = CELL + GAP + BAND * max((len(lines) for _, lines in pictures), default=0)
+    size = (GAP + columns * (CELL + GAP), (1 + bands) * BAND + -(-len(pictures) // columns) * height)
     sheet = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    draw.text((GAP, 3), title, fill="black", font=font)
+    for column, heading in enumerate(headings):
+        draw.text((GAP + column * (CELL + GAP), 3), heading, fill="black", font=font)
     for number, (pixels, lines) in enumerate(pictures):
         row, column = divmod(number, columns)
         left, top = GAP + column * (CELL + GAP), BAND + row * height

@@ -23,9 +23,8 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import TRAIN_NAMES, VALIDATION_NAMES
 from halfstep_train.data.image_folder import KAGGLE_TRAIN
 from halfstep_train.data.images import open_image_file
-from halfstep_train.data.loader import Samples
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
-from halfstep_train.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, wrap_frozen_parts
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, Metrics, OpenedData, Workload, wrap_frozen_parts
 from halfstep_train.workloads.classification.data import has_stored_images
 
 
@@ -241,26 +240,6 @@ SIDE_STEP, LEAST_SIDE = 16, 32
 """Image sides are multiples of the first, which fits the levels and patches of our models."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedData:
-    """A data folder as training reads it."""
-
-    train: Samples
-    val: Samples
-    store: Mapping[str, Any]
-    """Facts about the data that the model depends on, as a run stores them."""
-    classes: tuple[str, ...]
-    counts: tuple[int, ...] = ()
-    """Training samples of each class; empty if one sample holds several classes."""
-    notes: tuple[str, ...] = ()
-    sides: tuple[int, int] | None = None
-    """Median width and height of a few images, in pixels."""
-    about: tuple[tuple[str, str], ...] = ()
-    """Facts to show instead of the classes."""
-    remarks: tuple[tuple[str, str], ...] = ()
-    """What a suggestion should point out, such as a file that training needs."""
-
-
 class Guiding:
     """What `halfstep guide` needs from a family; subclasses define `open`."""
 
@@ -268,7 +247,7 @@ class Guiding:
     """Settings of a smaller model, by path: a full-size model takes days on a CPU."""
 
     def open(self, config: Any) -> OpenedData:
-        """Open the data folder of a config."""
+        """Open the data folder of a config. The guide shows `about` if it is not empty, else the classes."""
         raise NotImplementedError
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:

@@ -82,8 +82,6 @@ class Workload:
     by_batch: tuple[str, ...] = ()
     """Computations over all samples of a batch (such as batch statistics), which each rank does over its own samples
     only; each entry is shown as a warning."""
-    val_names: tuple[str, ...] = ()
-    """Files of the validation samples, for reports; empty if the samples are not files."""
     about: tuple[tuple[str, str], ...] = ()
     """Names and values, found in the data, for the run's header."""
     settled: Mapping[str, Any] = field(default_factory=dict)
@@ -110,8 +108,7 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", wrap_frozen_parts(self.frozen))
         check_frozen_apart(self.model, self.frozen)
-        # Names may come from files and contain control characters.
-        object.__setattr__(self, "val_names", tuple(make_printable(name) for name in self.val_names))
+        # Values may come from files and contain control characters.
         object.__setattr__(self, "about", tuple((name, make_printable(value)) for name, value in self.about))
 
     def list_modules(self) -> tuple[nn.Module, ...]:
@@ -140,6 +137,34 @@ class Workload:
         if name:
             forward_and_loss.__code__ = forward_and_loss.__code__.replace(co_name=f"{name}_and_loss")
         return forward_and_loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedData:
+    """A data folder as training reads it: samples, and what a workload and `halfstep guide` say about them."""
+
+    train: Any
+    val: Any
+    """Samples, of a class of the family."""
+    store: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the data that the model depends on, as a run stores them."""
+    notes: tuple[str, ...] = ()
+    about: tuple[tuple[str, str], ...] = ()
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    """The store and these three are the fields of Workload with the same names."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, for the guide."""
+    counts: tuple[int, ...] = ()
+    """Training samples of each class; empty if one sample holds several classes."""
+    sides: tuple[int, int] | None = None
+    """Median width and height of a few images, in pixels."""
+    remarks: tuple[tuple[str, str], ...] = ()
+    """What a suggestion of the guide should point out, such as a file that training needs."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of a Workload on these samples."""
+        told = {name: getattr(self, name) for name in ("store", "notes", "about", "settled")}
+        return {"train_samples": self.train, "val_samples": self.val, **told}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,13 +23,12 @@ from torch.nn import functional as F
 from halfstep.prefetching import send_to_device
 from halfstep_train.data.image_samples import PIXELS_PER_READING
 from halfstep_train.data.loader import BatchDraws
+from halfstep_train.models.patch_gan import IMAGENET_MEAN, IMAGENET_STD
 from halfstep_train.workloads.classification.config import ImageAugmentConfig
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's channel statistics in 0..1, which official weights expect."""
 # (x / 255 - mean) / std = x * SCALE + SHIFT.
-SCALE = tuple(1 / (255 * std) for std in STD)
-SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
+SCALE = tuple(1 / (255 * std) for std in IMAGENET_STD)
+SHIFT = tuple(-mean / std for mean, std in zip(IMAGENET_MEAN, IMAGENET_STD, strict=True))
 UNCHANGED = ImageAugmentConfig(flip=0.0)
 NUM_DRAWS = 8
 """Random numbers per image: one for the flip, three for colours, four for erasing."""

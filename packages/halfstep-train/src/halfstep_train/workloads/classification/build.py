@@ -1,11 +1,11 @@
-"""The workload of image classification: a ResNet, a ViT or a custom model."""
+"""The workload of image classification: a ResNet or a ViT."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,19 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
+from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Batch, Samples, make_generator
 from halfstep_train.models.layers import divide_side
+from halfstep_train.models.patch_gan import IMAGENET_MEAN, IMAGENET_STD
 from halfstep_train.models.vit import PATCHES_TILE, ViT, build_vit, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
-from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData, choose_side, measure_median_size, read_size
-from halfstep_train.workloads.base.workload import Prepare, Workload
-from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, prepare_images
+from halfstep_train.workloads.base.using import Guiding, choose_side, measure_median_size, read_size
+from halfstep_train.workloads.base.workload import OpenedData, Prepare, Workload
+from halfstep_train.workloads.classification.augment import SCALE, SHIFT, prepare_images
 from halfstep_train.workloads.classification.config import (
     SMALL_CHANGES,
     SMALL_SIDE,
@@ -46,9 +46,8 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the classes that data must have."""
     data = open_image_data(config.data, store, quiet=config.log.quiet)
     is_new = store is None
-    if store is None:
-        store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
-    check_same_classes(store["classes"], data.classes)
+    store = data.store if store is None else store
+    check_same_classes(store["classes"], data.store["classes"])
     sides, settled = measure_sides(data.train) if is_new else None, {}
     if sides is not None and (fitting := config.data.fit_augmentation(max(sides))) != config.data.augment:
         settled["data.augment"] = fitting
@@ -58,16 +57,15 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     model = build_model(config, store)
     if is_new:
         check_last_batch(model, config, len(data.train))
-    if is_new and config.model.weights:
-        load_start_weights_(model, config.model.weights, replace_head=config.model.replace_head)
-
+    if is_new and (path := config.model.weights):
+        load_classifier_(model, read_weights(Path(path))[0], source=path, replace_head=config.model.replace_head)
     prepare = PrepareImages(config.data)
-    rows = data.about
+    about = data.about
     if is_new:
-        rows = (*rows, *describe_scaling(config, sides), *describe_augmentation(config.data, sides))
-    about = {"notes": data.notes, "val_names": data.val_names, "about": rows, "settled": settled}
+        about = (*about, *describe_scaling(config, sides), *describe_augmentation(config.data, sides))
     by_batch = ("Mixup and CutMix",) if config.data.augment.is_mixing else ()
-    return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
+    data = replace(data, store=store, about=about, settled=settled)
+    return make_workload(config, model, data, prepare, by_batch=by_batch)
 
 
 def describe_scaling(config: ClassifierConfig, sides: tuple[int, int] | None) -> tuple[tuple[str, str], ...]:
@@ -93,13 +91,7 @@ def describe_augmentation(data: ImageDataConfig, sides: tuple[int, int] | None) 
 
 
 def make_workload(
-    config: ClassifierConfig,
-    model: nn.Module,
-    train: Samples,
-    val: Samples,
-    store: Store,
-    prepare: Prepare,
-    **about: Any,
+    config: ClassifierConfig, model: nn.Module, data: OpenedData, prepare: Prepare, *, by_batch: tuple[str, ...] = ()
 ) -> Workload:
     """Build the workload from its model and samples."""
 
@@ -109,23 +101,21 @@ def make_workload(
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
         loss=compute_loss,
-        metrics=lambda: ClassificationMetrics(len(store["classes"])),
+        metrics=lambda: ClassificationMetrics(len(data.store["classes"])),
         metric="top1",
         fragile=FRAGILE,
-        store=store,
-        **about,
+        by_batch=by_batch,
+        **data.to_fields(),
     )
 
 
 def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
     """Refuse a batch size that leaves one sample in the last batch, if BatchNorm cannot normalise a single sample."""
     size, side = config.train.batch_size, config.data.image_size
-    if (num_train % size or size) != 1 or not isinstance(model, Classifier):
+    if (num_train % size or size) != 1:
         return
     try:  # on the meta device, so that nothing is computed
         with torch.no_grad():
@@ -153,39 +143,9 @@ class PrepareImages:
         return mix(prepared, self.changes, key=key) if self.changes.is_mixing else prepared
 
 
-def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
-    """Build the model without data, as prediction needs it."""
-    build = _build_known_model if config.model.path is None else _build_custom_model
-    return build(config, len(store["classes"]))
-
-
-def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what the model takes and returns."""
-    side = get_evaluation_size(config.data)
-    return {
-        "input": f"RGB image, float32 (N, 3, {side}, {side}): (x / 255 - mean) / std",
-        "output": "logits (N, classes); softmax gives probabilities",
-        "mean": MEAN,
-        "std": STD,
-        "size": side,
-        "crop": get_evaluation_share(config.data, store),
-        "resize": "centre square of the upright image, `crop` of its shorter side, bilinear (Pillow, reducing_gap=2); "
-        "a JPEG is decoded (Image.draft) at the smallest of 1/8, 1/4, 1/2 at which that square has `size` pixels",
-        "classes": store["classes"],
-    }
-
-
-def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> None:
-    weights, _ = read_weights(Path(path))
-    if isinstance(model, Classifier):
-        load_classifier_(model, weights, source=path, replace_head=replace_head)
-    else:
-        load_weights_(model, weights, source=path)
-
-
-def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier:
-    """Build a ResNet or ViT."""
-    checkpointing = config.train.activation_checkpointing
+def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> Classifier:
+    """Build a ResNet or ViT without data, as prediction needs it."""
+    num_classes, checkpointing = len(store["classes"]), config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
         sizes = config.model.model_dump(include={"blocks", "width", "stem"})
         return build_resnet(get_model_name(config), num_classes=num_classes, checkpointing=checkpointing, **sizes)
@@ -197,48 +157,25 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
         checkpointing=checkpointing,
         **config.model.model_dump(include={"depth", "heads", "dim", "patch"}),
     )
-    eval_size = get_evaluation_size(config.data)
-    divide_side(eval_size, model.patch, PATCHES_TILE)  # raise now, not at the first validation
+    # Raise now, not at the first validation.
+    divide_side(get_evaluation_size(config.data), model.patch, PATCHES_TILE)
     return model
 
 
-def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
-    """Build the model that `model.path` names, and check its output."""
-    settings = config.model
-    assert settings.path is not None
-    if settings.replace_head:
-        raise ConfigError(
-            "model.replace_head supports only halfstep's models",
-            why=f"halfstep does not know which layer of {settings.path} is the head",
-            fix="replace the head in your function",
-        )
-    make = import_callable(settings.path, what="model.path", form="callable(**model.options) -> nn.Module")
-    options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **settings.options}
-    size = get_evaluation_size(config.data)
-    try:  # with one image, so that a mistake is found before training
-        model: nn.Module = make(**options)
-        was_training = model.training
-        with torch.no_grad():
-            shape = tuple(model.eval()(torch.zeros(1, 3, size, size)).shape)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{settings.path} called with {options} cannot classify an image of 3×{size}×{size}",
-            why=summarise_error(error),
-            fix="return an nn.Module with logits (1, classes); set keyword arguments in model.options",
-        ) from error
-    if shape != (1, num_classes):
-        raise ModelError(
-            f"{settings.path} gives {shape} for one image, but the data has {num_classes} classes",
-            why="it must return logits of shape (1, classes)",
-            fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
-        )
-    return model.train(was_training)
-
-
-def _accepts(make: Any, name: str) -> bool:
-    """True if a callable accepts a keyword argument of this name."""
-    parameters = inspect.signature(make).parameters.values()
-    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what the model takes and returns."""
+    side = get_evaluation_size(config.data)
+    return {
+        "input": f"RGB image, float32 (N, 3, {side}, {side}): (x / 255 - mean) / std",
+        "output": "logits (N, classes); softmax gives probabilities",
+        "mean": IMAGENET_MEAN,
+        "std": IMAGENET_STD,
+        "size": side,
+        "crop": get_evaluation_share(config.data, store),
+        "resize": "centre square of the upright image, `crop` of its shorter side, bilinear (Pillow, reducing_gap=2); "
+        "a JPEG is decoded (Image.draft) at the smallest of 1/8, 1/4, 1/2 at which that square has `size` pixels",
+        "classes": store["classes"],
+    }
 
 
 IMAGENET_CLASSES = 1000
@@ -262,7 +199,8 @@ def build_on_samples(config: ClassifierConfig, store: Store, samples: Samples) -
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": prepare_images(batch, batch["image"].shape[1], key=key)}
 
-    return make_workload(config, build_model(config, store), samples, samples, store, prepare)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return make_workload(config, build_model(config, store), data, prepare)
 
 
 def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
@@ -322,13 +260,12 @@ class Guide(Guiding):
     def open(self, config: ClassifierConfig) -> OpenedData:
         data = open_image_data(config.data)
         assert isinstance(data.train, TrainingFiles | TrainingImages)
-        return OpenedData(
-            train=data.train,
-            val=data.val,
-            store={"classes": list(data.classes)},
-            classes=tuple(data.titles.get(name, name) for name in data.classes),
-            counts=tuple(torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()),
-            notes=data.notes,
+        classes, titles = data.store["classes"], data.store["titles"]
+        return replace(
+            data,
+            about=(),
+            classes=tuple(titles.get(name, name) for name in classes),
+            counts=tuple(torch.bincount(data.train.labels, minlength=len(classes)).tolist()),
             sides=measure_sides(data.train),
         )
 

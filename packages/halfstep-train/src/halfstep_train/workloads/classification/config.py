@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from halfstep_train.config.schema import LabelledFolderConfig, ModelConfig, RunConfig, TransformerSize
+from halfstep_train.config.schema import BuiltModelConfig, LabelledFolderConfig, RunConfig, TransformerSize
 from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, PositiveCount, Section, setting
 
 Preset = dict[str, Any]
@@ -226,7 +226,7 @@ class ImageDataConfig(LabelledFolderConfig):
         return self.cache or self.cache_file is not None
 
 
-class ClassifierModelConfig(ModelConfig):
+class ClassifierModelConfig(BuiltModelConfig):
     """Settings of all classifiers."""
 
     replace_head: bool = setting(

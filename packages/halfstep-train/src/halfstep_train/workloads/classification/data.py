@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,12 @@ from halfstep_train.data.image_samples import (
 )
 from halfstep_train.data.loader import Samples
 from halfstep_train.report.run_report import PackingBar
+from halfstep_train.workloads.base.workload import OpenedData
 from halfstep_train.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0
 """Share of the shorter side that validation shows: 224 of 256 pixels for image files, as in torchvision and guide 1;
 everything for CIFAR, whose objects fill the 32 pixels."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageData:
-    """Samples of both splits, and the meaning of their labels."""
-
-    classes: tuple[str, ...]
-    train: Samples
-    val: Samples
-    eval_share: float
-    """Share of the shorter side that validation shows."""
-    val_names: tuple[str, ...]
-    """Validation files below the data folder, by sample; empty if the images are not files."""
-    titles: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    about: tuple[tuple[str, str], ...] = ()
-    """Where samples and split come from, for the run's header."""
 
 
 STORED = (
@@ -61,7 +44,7 @@ def has_stored_images(root: Path) -> bool:
 
 def open_image_data(
     config: ImageDataConfig, store: Mapping[str, Any] | None = None, *, quiet: bool = True
-) -> ImageData:
+) -> OpenedData:
     """Open the data at `data.dir`: arrays such as CIFAR's, a packed cache if requested, or image files.
 
     The `store` of an earlier run fixes how validation crops images. Unless `quiet`, packing shows its progress.
@@ -71,12 +54,10 @@ def open_image_data(
         if (path := find(root)) is not None:
             classes, train_images, val_images = read(path)
             share = get_evaluation_share(config, store, usual=WHOLE)
-            return ImageData(
-                classes=classes,
+            return OpenedData(
                 train=TrainingImages(train_images, crop_area=config.augment.crop_area),
                 val=EvaluationImages(val_images, size=get_evaluation_size(config), share=share),
-                eval_share=share,
-                val_names=(),
+                store=_make_store(classes, {}, share),
                 about=(("layout", f"{name} in {path}; validation: its test split"),),
             )
     # `use_all_pictures` names the same folder for both splits to evaluate everything; classes must then be the run's.
@@ -97,7 +78,12 @@ def get_evaluation_share(
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
-def _open_folder(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
+def _make_store(classes: Sequence[str], titles: Mapping[str, str], share: float) -> dict[str, Any]:
+    """Return the meaning of the labels, and the share of the shorter side that validation shows."""
+    return {"classes": list(classes), "titles": dict(titles), "eval_share": share}
+
+
+def _open_folder(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> OpenedData:
     """Open the images of a folder from their files, or from a packed cache, which is written first if necessary."""
     area, size = config.augment.crop_area, get_evaluation_size(config)
     train: Samples
@@ -109,7 +95,7 @@ def _open_folder(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
         with nullcontext() if quiet else PackingBar(path) as progress:
             pack = open_or_pack(folder, path, settings, progress=progress)
         train, val = TrainingImages(pack.train, crop_area=area), EvaluationImages(pack.val, size=size, share=share)
-        classes, titles, val_names = pack.classes, pack.titles, pack.val.names
+        classes, titles = pack.classes, pack.titles
         notes = tuple(f"left out: {why}" for why in pack.left_out)
     else:
         bad_files = BadFiles(config.on_bad_file)
@@ -117,15 +103,11 @@ def _open_folder(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
         train = TrainingFiles(folder.train, size=config.image_size, crop_area=area)
         val = EvaluationFiles(folder.val, size=size, share=share)
         classes, titles, notes = folder.classes, folder.titles, bad_files.notes
-        val_names = tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths)
     labels = "labels of a metadata table" if folder.has_table else "class folders"
-    return ImageData(
-        classes=classes,
+    return OpenedData(
         train=train,
         val=val,
-        eval_share=share,
-        val_names=val_names,
-        titles=titles,
+        store=_make_store(classes, titles, share),
         about=(("layout", f"{labels}; validation: {folder.val_source}"),),
         notes=(*notes, *_note_unvalidated(folder)),
     )

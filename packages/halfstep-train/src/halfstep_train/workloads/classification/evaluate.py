@@ -14,6 +14,7 @@ from halfstep.errors import DataError
 from halfstep_train.data.files import IMAGE_ENDINGS, run_in_threads
 from halfstep_train.data.image_samples import crop_centre
 from halfstep_train.data.images import open_image_file
+from halfstep_train.data.loader import name_sample
 from halfstep_train.report.picture_file import BAD, FAINT, GOOD, INK, make_figure, save_figure, shorten_name
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
@@ -79,7 +80,7 @@ class ClassificationEvaluation(PlainEvaluation):
             paths.append(folder / "mistakes.png")
             shown = [self._describe_mistake(*mistake) for mistake in mistakes[:SHOWN_MISTAKES]]
             title = f"The most confident mistakes, {len(shown):,} of {len(mistakes):,}"
-            draw_captioned(title, shown, columns=min(ACROSS, len(shown))).save(paths[1])
+            draw_captioned([title], shown, columns=min(ACROSS, len(shown))).save(paths[1])
         return paths
 
     def _find_rival(self, row: Array, number: int) -> str:
@@ -90,10 +91,10 @@ class ClassificationEvaluation(PlainEvaluation):
 
     def _describe_mistake(self, index: int, label: int, predicted: int, confidence: float) -> Captioned:
         """Return the image as the model saw it, and the lines below it."""
-        names = self.workload.val_names
+        samples = self.workload.val_samples
         answer, truth = (shorten_name(self.names[number], NAME_LENGTH) for number in (predicted, label))
-        file = shorten_name(names[index] if names else f"sample {index}", LINE_LENGTH)
-        pixels = get_shown_pixels(self.workload.val_samples.sample(index, key=(0, 0, index)))
+        file = shorten_name(name_sample(samples, index), LINE_LENGTH)
+        pixels = get_shown_pixels(samples.sample(index, key=(0, 0, index)))
         return pixels, [(f"{answer}  {confidence:.0%}", BAD), (f"is {truth}", GOOD), (file, FAINT)]
 
 

@@ -7,14 +7,13 @@ fan-out normal, and the last BatchNorm of each block with gain 0, so that a bloc
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.recompute import Blocks, get_recompute, keeps_every_product
 from halfstep_train.kernels.fast_forms import can_chain, has_room_for_tiles
-from halfstep_train.kernels.resnet_chain import Layer, ResNetBlock, run_resnet_chain
 from halfstep_train.models.layers import (
     CONVOLUTIONAL,
     BatchNorm2d,
@@ -25,6 +24,9 @@ from halfstep_train.models.layers import (
     are_plain,
     consists_of,
 )
+
+if TYPE_CHECKING:  # the chain needs Triton
+    from halfstep_train.kernels.resnet_chain import Layer, ResNetBlock
 
 Stem = Literal["imagenet", "small"]
 
@@ -148,6 +150,8 @@ class ResNet(nn.Module):
         """Run stem and stages as a chain of fused kernels."""
         if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
             return self._run_layers(image)
+        from halfstep_train.kernels.resnet_chain import run_resnet_chain
+
         blocks = [
             make_chain_block(block, keep=stage.recompute == "none") for stage in self._list_stages() for block in stage
         ]
@@ -176,6 +180,8 @@ CHAINED: Checks = {
 
 def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
     """Return the layers of a block in the form that the chain expects."""
+    from halfstep_train.kernels.resnet_chain import ResNetBlock
+
     assert isinstance(block, BasicBlock | Bottleneck)
     projection = cast("Layer | None", tuple(block.downsample.children()) or None)  # nn.Identity has no children
     return ResNetBlock(layers=block.list_layers(), projection=projection, keep=keep)

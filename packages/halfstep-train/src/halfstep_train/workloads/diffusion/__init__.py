@@ -61,7 +61,6 @@ VAE = Kind.from_package(
     sample=PICTURE,
     synthetic=replace(SYNTHETIC, over=".build:build_vae_on_samples"),
     evaluate=EvaluateCommand(".evaluate:VaeEvaluation"),
-    predict=PredictCommand(".evaluate:PicturePredictor", writes_files=True),
     guide=GuideEntry(
         guide=".build:VaeGuide",
         about="latents for a diffusion model: any folder of images",

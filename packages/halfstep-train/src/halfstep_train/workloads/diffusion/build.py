@@ -10,6 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,15 @@ from torch import Tensor, nn
 
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError
-from halfstep.tensor_files import LazyTensors, take, write_tensors
+from halfstep.tensor_files import LazyTensors, take
 from halfstep_train.data import noise
 from halfstep_train.data.image_folder import check_same_classes
 from halfstep_train.data.loader import Samples, make_generator
-from halfstep_train.models.weights import stream_weights
 from halfstep_train.workloads.base.frozen_vae import ENCODED_AT_ONCE, LatentDraws, use_format
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
-from halfstep_train.workloads.base.using import Guiding, OpenedData, measure_median_size, read_size
-from halfstep_train.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads.base.using import Guiding, measure_median_size, read_size
+from halfstep_train.workloads.base.workload import Batch, OpenedData, Workload
 from halfstep_train.workloads.diffusion import vae as autoencoder
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
@@ -43,7 +43,6 @@ from halfstep_train.workloads.diffusion.diffusers_nets import (
     import_diffusers_class,
 )
 from halfstep_train.workloads.diffusion.networks import (
-    AdoptedSettings,
     ClassConditions,
     Conditions,
     DiffusionParts,
@@ -204,8 +203,8 @@ FRAGILE = (
 def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes classes and the config of the
     U-Net."""
-    adopted = adopt_settings(config) if store is None else AdoptedSettings(config=config)
-    config = adopted.config
+    config, adopted, notes = adopt_settings(config) if store is None else (config, {}, [])
+    text = ", ".join(f"{path}={value}" for path, value in adopted.items())
     check_steps(config.sample.steps, config)
     data = open_diffusion_data(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
@@ -214,19 +213,19 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     model = build_unet(config, parts, store)
     samples = open_samples(config, data, parts, store)
     found = {"unet": dump_config(model), "classes": list(classes), **samples.store}
-    return make_workload(
-        config,
-        parts,
-        model,
-        samples.train,
-        samples.val,
-        found,
-        with_vae=config.data.cache == "off",
-        notes=(*data.notes, *adopted.notes),
-        val_names=data.val_names,
-        about=(*data.about, *adopted.about, *samples.about, *describe_conditions(config, parts)),
-        settled={**adopted.settled, **samples.settled},
+    samples = replace(
+        samples,
+        store=found,
+        notes=(*data.notes, *notes),
+        about=(
+            *data.about,
+            *([("from the weights", text)] if text else []),
+            *samples.about,
+            *describe_conditions(config, parts),
+        ),
+        settled={**adopted, **samples.settled},
     )
+    return make_workload(config, parts, model, samples, with_vae=config.data.cache == "off")
 
 
 def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple[tuple[str, str], ...]:
@@ -237,22 +236,12 @@ def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple
 
 
 def make_workload(
-    config: DiffusionConfig,
-    parts: DiffusionParts,
-    model: Net,
-    train: Samples,
-    val: Samples,
-    store: Mapping[str, Any],
-    *,
-    with_vae: bool = True,
-    **about: Any,
+    config: DiffusionConfig, parts: DiffusionParts, model: Net, samples: OpenedData, *, with_vae: bool = True
 ) -> Workload:
     """Build the workload from its networks and samples."""
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=DiffusionPrepare(config, parts),
         forward=DiffusionForward(config, parts),
         loss=denoising_loss,
@@ -262,11 +251,10 @@ def make_workload(
         scoring="mse: unweighted, over all held-out samples; mse/A-B: timesteps A to B. Each sample has fixed noise",
         fragile=FRAGILE,
         blocks=find_blocks(model),
-        store=store,
         frozen=list_frozen_parts(config, parts, with_vae=with_vae),
-        sample=ImageSampler(config, parts, store).draw_sheet,
+        sample=ImageSampler(config, parts, samples.store).draw_sheet,
         scores_raw=True,
-        **about,
+        **samples.to_fields(),
     )
 
 
@@ -339,13 +327,15 @@ def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batc
 
 def build_vae_on_samples(config: VaeConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload of a VAE on given samples."""
-    return autoencoder.make_workload(config, autoencoder.build_model(config), samples, samples, store)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return autoencoder.make_workload(config, autoencoder.build_model(config), data)
 
 
 def build_on_samples(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload of a diffusion model on given samples."""
     parts = open_parts(config, tuple(store["classes"]))
-    return make_workload(config, parts, build_unet(config, parts), samples, samples, store)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return make_workload(config, parts, build_unet(config, parts), data)
 
 
 # --- halfstep guide ---
@@ -396,7 +386,6 @@ class VaeGuide(Guide):
 # trust_remote_code=True)
 
 
-WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 MEASURED_IMAGES = 512
 """Training images on which the scale of the latents is measured."""
 
@@ -406,7 +395,7 @@ def export(weights: LazyTensors, config: DiffusionConfig, store: Store, folder: 
     parts = open_parts(config, tuple(store["classes"]))
     shared = make_scheduler_config(config.noise, config.model.target)
     with silence_transformers():
-        _save_pipeline(folder, _make_bare_net(store["unet"], weights), parts, shared)
+        _save_pipeline(folder, _load_net(store["unet"], weights), parts, shared)
 
 
 def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[str, Any]) -> None:
@@ -457,11 +446,8 @@ def _save_custom_pipeline(folder: Path, nets: dict[str, Any], conditions: Condit
 
 def export_vae(weights: LazyTensors, config: VaeConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the VAE, with the scale of its latents on training images."""
-    weights = take(weights, "vae.", torch.float32)
-    vae = _make_bare_net(store["vae"], weights)
-    with stream_weights(vae, weights, device):
-        scale = measure_scale(vae, config, device)
-    vae.register_to_config(scaling_factor=scale)
+    vae = _load_net(store["vae"], take(weights, "vae.")).to(device)
+    vae.register_to_config(scaling_factor=measure_scale(vae, config, device))
     vae.save_pretrained(folder / "vae")
 
 
@@ -472,16 +458,9 @@ def measure_scale(vae: Net, config: VaeConfig, device: torch.device) -> float:
     return CODEC.measure_scale(vae, (some.to(device) for some in images.split(ENCODED_AT_ONCE)), source="this run")
 
 
-def _make_bare_net(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Net:
-    """Return a network without weights. Its `save_pretrained`, which pipelines call too, writes these in fp32, one
-    tensor at a time."""
+def _load_net(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Net:
+    """Return a network with these weights, in fp32."""
     with torch.device("meta"):
         net = build_net(config).eval()
-    assert net.state_dict().keys() == weights.keys()
-
-    def save_pretrained(folder: str | Path, **options: Any) -> None:
-        net.save_config(folder)
-        write_tensors(Path(folder) / WEIGHTS_NAME, take(weights, dtype=torch.float32), {"format": "pt"})
-
-    net.save_pretrained = save_pretrained
+    net.load_state_dict(take(weights, dtype=torch.float32), assign=True)
     return net

@@ -52,10 +52,6 @@ class DiffusionData:
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def val_names(self) -> tuple[str, ...]:
-        return tuple(path.relative_to(self.root).as_posix() for path in self.val.paths)
-
 
 def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = "none") -> DiffusionData:
     """Find the images of the data folder and check every file."""
@@ -154,7 +150,7 @@ def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout
     if divided and not (train and val):
         raise DataError(f"no images in the {'validation' if train else 'training'} folder of {root}")
     if not divided and layout.val_fraction > 0:
-        train, val = split_off(train, layout.val_fraction, f"{layout.seed} pictures")
+        train, val = split_off(train, layout.val_fraction, "0 pictures")
     listings = [Listing(paths=tuple(paths), labels=(0,) * len(paths)) for paths in (train, val)]
     source = "a separate folder" if divided else f"{layout.val_fraction:.0%} of the images"
     return ImageFolder(root=root, classes=("",), train=listings[0], val=listings[1], val_source=source)

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL import Image
@@ -20,30 +20,26 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, ModelError
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import IMAGE_ENDINGS, list_some
-from halfstep_train.data.image_samples import crop_centre
-from halfstep_train.data.images import open_image_file
+from halfstep_train.data.files import list_some
 from halfstep_train.data.loader import Key
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
-from halfstep_train.workloads.base.frozen_vae import VaeNet
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import Array, arrange_grid
 from halfstep_train.workloads.base.using import (
     EvaluateRequest,
-    FilePredictor,
     Input,
     LookAt,
     PlainEvaluation,
     PredictRequest,
     TrainedModel,
     save_picture,
+    spread_indices,
     use_all_pictures,
 )
 from halfstep_train.workloads.base.workload import Batch, Workload
-from halfstep_train.workloads.diffusion import vae as autoencoder
 from halfstep_train.workloads.diffusion.build import PATH_IMAGES, PATH_STATES, DiffusionForward, ImageSampler, draw_path
-from halfstep_train.workloads.diffusion.config import SAMPLERS, DiffusionConfig, VaeConfig
-from halfstep_train.workloads.diffusion.data import scale_images, to_bytes
+from halfstep_train.workloads.diffusion.config import SAMPLERS, DiffusionConfig
+from halfstep_train.workloads.diffusion.data import to_bytes
 from halfstep_train.workloads.diffusion.networks import (
     ClassConditions,
     Conditions,
@@ -173,11 +169,10 @@ class VaeEvaluation(PlainEvaluation):
     change_data_folder = staticmethod(use_all_pictures)
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
-        shown = min(SHOWN, len(self.workload.val_samples))
-        pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
+        pairs = [look(index) for index in spread_indices(len(self.workload.val_samples), SHOWN)]
         images = [batch["image"] for batch, _ in pairs] + [outputs["image"] for _, outputs in pairs]
         path = folder / "reconstructions.png"
-        Image.fromarray(arrange_grid(to_bytes(torch.cat(images)).numpy(), columns=shown)).save(path)
+        Image.fromarray(arrange_grid(to_bytes(torch.cat(images)).numpy(), columns=len(pairs))).save(path)
         return [path]
 
 
@@ -254,26 +249,3 @@ def _find_class(conditions: ClassConditions, name: str) -> int:
     if name.isdecimal() and int(name) < len(conditions.names):
         return int(name)
     raise ConfigError(f"unknown --class {name!r}", fix=f"use one of {list_some(conditions.names, 10)}")
-
-
-class PicturePredictor(FilePredictor):
-    """Predictor of VAEs: writes each image next to its reconstruction."""
-
-    endings = IMAGE_ENDINGS
-
-    def __init__(self, config: VaeConfig, store: Store) -> None:
-        self.config, self.model = config, autoencoder.build_model(config, store)
-
-    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
-        assert request.out is not None
-        with open_image_file(item.path) as picture:
-            pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
-        with trained.inference():
-            image = scale_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
-            found = to_bytes(cast(VaeNet, trained.model).decode_means(image))
-        error = (found.double() - pixels.double()).square().mean()
-        psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
-        both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
-        file = save_picture(both, request.out / item.name.with_suffix(".png"))
-        brief = {"image and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
-        return Answer(file=str(item.path), found={"picture": str(file), "psnr": psnr}, brief=brief)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from halfstep_train.workloads.base.frozen_vae import (
     open_or_encode,
     refuse_uncached,
 )
-from halfstep_train.workloads.base.workload import Batch, FrozenPart
+from halfstep_train.workloads.base.using import spread_indices
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, OpenedData
 from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep_train.workloads.diffusion.data import (
     DiffusionData,
@@ -287,20 +288,11 @@ THEIR_NUMBERS = {
 """diffusers' names, by ours; the defaults are the same."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdoptedSettings:
-    """A config with the settings of a folder, those settings by path, and notes about differences."""
-
-    config: DiffusionConfig
-    settled: Mapping[str, Any] = field(default_factory=dict)
-    about: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
-    """Return the config with settings from `model.weights` where the user left them open."""
+def adopt_settings(config: DiffusionConfig) -> tuple[DiffusionConfig, dict[str, Any], list[str]]:
+    """Return the config with settings from `model.weights` where the user left them open, those settings by path, and
+    notes about differences."""
     if not config.model.weights:
-        return AdoptedSettings(config=config)
+        return config, {}, []
     unet = find_net_folder(config.model.weights, "unet", "model.weights")
     schedule, notes = _read_schedule(config.model.weights, unet)
     adopted, settled = config, dict[str, Any]()
@@ -312,17 +304,11 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
             adopted = adopted.replace(**{section: {name: value}})
         elif getattr(given, name) != value:
             notes.append(f"{path}={getattr(given, name)}: {unet.parent} was trained with {value}")
-    text = ", ".join(f"{path}={value}" for path, value in settled.items())
     if why := adopted.explain_untrainable():
         raise ConfigError(
             why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"
         )
-    return AdoptedSettings(
-        config=adopted,
-        settled=settled,
-        about=(("from the weights", text),) if text else (),
-        notes=tuple(notes),
-    )
+    return adopted, settled, notes
 
 
 def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
@@ -369,7 +355,7 @@ TRIED_IMAGES = 8
 
 def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     """Return a few images spread over the whole set, in -1..1."""
-    indices = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
+    indices = spread_indices(len(samples), num)
     bytes_ = torch.stack([samples.sample(index, key=(0, 0, index))["image"] for index in indices])
     return scale_images({"image": bytes_}, key=(), flip=0.0)
 
@@ -395,21 +381,9 @@ Store = Mapping[str, Any]
 Tokens = list[Tensor] | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedSamples:
-    """Samples of both splits, with facts for the run's header and store."""
-
-    train: Samples
-    val: Samples
-    about: tuple[tuple[str, str], ...] = ()
-    settled: Mapping[str, Any] = field(default_factory=dict)
-    store: Mapping[str, str] = field(default_factory=dict)
-    """With cached latents: their checksum, that of the VAE, and the VAE's format."""
-
-
 def open_samples(
     config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, store: Store | None
-) -> OpenedSamples:
+) -> OpenedData:
     """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
     tokens = None
     listings = (data.train, data.val)
@@ -418,7 +392,7 @@ def open_samples(
         tokens = [parts.conditions.tokenize(captions) for captions in data.captions]
         plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
     if parts.vae is None:
-        return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
+        return OpenedData(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
     about = [("diffuses", f"latents of {parts.vae_source}")]
     modules = dict(config.precision.modules)
     if store is None:
@@ -431,7 +405,7 @@ def open_samples(
         form = store.get("vae_format") or modules.pop("vae", "fp32")
     if config.data.cache == "off":
         settled = {"precision.modules": {**modules, "vae": form}}
-        return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
+        return OpenedData(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
     found = _open_cached(config, data, parts, form, store, tokens)
     return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
 
@@ -448,8 +422,10 @@ def choose_format(config: DiffusionConfig, data: DiffusionData, parts: Diffusion
 
 def _open_cached(
     config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, form: str, store: Store | None, tokens: Tokens
-) -> OpenedSamples:
-    """Open cached latents as samples; refuse another VAE than that of the stored run."""
+) -> OpenedData:
+    """Open cached latents as samples; refuse another VAE than that of the stored run.
+
+    The store holds the checksums of latents and VAE, and the VAE's format."""
     own = hash_weights(parts.vae)
     stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
     if stored["vae_sha256"] not in ("", own):
@@ -466,7 +442,7 @@ def _open_cached(
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
     for part, words in zip(extra, tokens or (), strict=tokens is not None):
         part["tokens"] = words
-    return OpenedSamples(
+    return OpenedData(
         train=CachedLatents(cache.moments[:split], flip=config.data.flip, extra=extra[0]),
         val=CachedLatents(cache.moments[split:], extra=extra[1]),
         about=(("latents", line),),
@@ -477,7 +453,7 @@ def _open_cached(
 def pack(config: DiffusionConfig) -> dict[str, object]:
     """Encode all images unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
-    config = adopt_settings(config).config
+    config, *_ = adopt_settings(config)
     data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     form, why = choose_format(config, data, parts)

@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep_train.data.loader import Samples
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import VggDistance, build_discriminator
 from halfstep_train.models.weights import read_weights
 from halfstep_train.workloads.base.frozen_vae import Critic, Outputs, VaeNet, VaeTrainer
-from halfstep_train.workloads.base.workload import Batch, FrozenPart, Workload
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, OpenedData, Workload
 from halfstep_train.workloads.diffusion.config import VaeConfig
 from halfstep_train.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images
 from halfstep_train.workloads.diffusion.diffusers_blocks import find_blocks
@@ -43,31 +42,27 @@ def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the VAE's config."""
     data = open_diffusion_data(config.data)
     model = build_model(config, store)
-    pictures = [make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val)]
+    train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
     found = {"vae": dump_config(model.vae)}
-    about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
-    return make_workload(config, model, pictures[0], pictures[1], found, **about)
+    return make_workload(
+        config, model, OpenedData(train=train, val=val, store=found, notes=data.notes, about=data.about)
+    )
 
 
-def make_workload(
-    config: VaeConfig, model: VaeNet, train: Samples, val: Samples, store: Mapping[str, Any], **about: Any
-) -> Workload:
+def make_workload(config: VaeConfig, model: VaeNet, data: OpenedData) -> Workload:
     """Build the workload from its model and samples."""
     trainer = PictureVaeTrainer(config, model.vae)
     return trainer.build_workload(
         model,
         name=config.workload,
-        train_samples=train,
-        val_samples=val,
         metrics=ReconstructionMetrics,
         metric="psnr",
         mode="max",
         scoring="psnr: values clipped to -1..1, over all pixels of the held-out set",
         fragile=FRAGILE,
         blocks=find_blocks(model.vae),
-        store=store,
         frozen={"vgg": FrozenPart(module=trainer.vgg, source=str(config.model.vgg_weights))} if trainer.vgg else {},
-        **about,
+        **data.to_fields(),
     )
 
 

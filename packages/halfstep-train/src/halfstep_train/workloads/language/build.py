@@ -7,7 +7,6 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,14 @@ from halfstep_train.workloads.base.sums import Sums
 from halfstep_train.workloads.base.using import (
     Guiding,
     Input,
-    OpenedData,
     PlainEvaluation,
     PredictRequest,
     TrainedModel,
     use_folder,
 )
-from halfstep_train.workloads.base.workload import Sample, Workload
+from halfstep_train.workloads.base.workload import OpenedData, Sample, Workload
 from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.data import (
-    Tokens,
     TokenSamples,
     is_weights_tokenizer,
     load_stored_tokenizer,
@@ -239,37 +236,24 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
     data = open_language_data(config, store)
     is_new = store is None
     if store is None:
-        if config.model.vocab not in (0, data.vocab):
+        store = data.store
+        if config.model.vocab not in (0, store["vocab"]):
             raise ModelError(
-                f"model.vocab={config.model.vocab:,}, but the tokenizer has {data.vocab:,} tokens",
+                f"model.vocab={config.model.vocab:,}, but the tokenizer has {store['vocab']:,} tokens",
                 why="the embedding has one row per token",
                 fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
             )
-        stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
-        store = {"vocab": data.vocab, "tokenizer": stored}
-        check_length(data.train, get_model_size(config, store).context)
     model = _load_start_weights(config, store) if is_new and config.model.weights else build_model(config, store)
-    return make_workload(
-        config,
-        store,
-        model,
-        train=_make_samples(data.train, model, is_training=True),
-        val=_make_samples(data.val, model, is_training=False),
-        about=data.about,
-        notes=data.notes,
-    )
+    return make_workload(config, model, replace(data, store=store))
 
 
-def make_workload(
-    config: LanguageConfig, store: Store, model: GPT2, *, train: Samples, val: Samples, **about: Any
-) -> Workload:
+def make_workload(config: LanguageConfig, model: GPT2, data: OpenedData) -> Workload:
     """Build the workload from its model and samples."""
-    lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
+    tokenizer = load_stored_tokenizer(data.store)
+    lengths = _read_byte_lengths(tokenizer, model.size.vocab)
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         forward=lambda model, batch: model(batch["tokens"], batch["targets"]),
         loss=lambda outputs, batch: (outputs, count_targets(batch)),
         metrics=lambda: LanguageMetrics(lengths),
@@ -277,15 +261,13 @@ def make_workload(
         mode="min",
         scoring="every token of the validation split once, in windows of model.context",
         fragile=FRAGILE,
-        store=store,
-        sample=_make_sampler(store),
-        **about,
+        sample=_make_sampler(tokenizer),
+        **data.to_fields(),
     )
 
 
-def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
+def _make_sampler(tokenizer: Tokenizer | None) -> Sample | None:
     """Return a function that writes two texts during training, with the same draws each time."""
-    tokenizer = load_stored_tokenizer(store)
     if tokenizer is None:
         return None
 
@@ -327,10 +309,6 @@ def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size
     return get_size(get_model_name(config), **sizes, vocab=store["vocab"])
 
 
-def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
-    return TokenSamples(tokens, context=model.size.context, vocab=model.size.vocab, is_training=is_training)
-
-
 def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor:
     """Return the number of bytes of each token; 0 if unknown."""
     lengths = torch.zeros(vocab, dtype=torch.int64)
@@ -338,17 +316,6 @@ def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor:
     if known is not None:
         lengths[: len(known)] = torch.from_numpy(known)
     return lengths
-
-
-def check_length(train: Tokens, context: int) -> None:
-    """Refuse a training text that is shorter than one sample."""
-    if len(train) <= context:
-        shorter = (len(train) - 1) // 8
-        raise DataError(
-            f"the training text has {len(train):,} tokens, but one sample needs {context:,} + 1",
-            why="a sample has model.context tokens, and each has the next token as its target",
-            fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
-        )
 
 
 def make_random_store(config: LanguageConfig) -> dict[str, Any]:
@@ -364,7 +331,7 @@ def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
 
 def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
-    return make_workload(config, store, build_model(config, store), train=samples, val=samples)
+    return make_workload(config, build_model(config, store), OpenedData(train=samples, val=samples, store=store))
 
 
 def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:
@@ -430,18 +397,8 @@ class Guide(Guiding):
     def open(self, config: LanguageConfig) -> OpenedData:
         # Tokenise in memory: the guide writes nothing next to the data.
         data = open_language_data(config.replace(data={"cache": False}))
-        self._tokenizer = data.tokenizer
-        check_length(data.train, get_context(config))
-        make_samples = partial(TokenSamples, context=get_context(config), vocab=data.vocab)
-        tokenizer = data.tokenizer.to_dict() if data.tokenizer is not None else None
-        return OpenedData(
-            train=make_samples(data.train, is_training=True),
-            val=make_samples(data.val, is_training=False),
-            store={"vocab": data.vocab, "tokenizer": tokenizer},
-            classes=(),
-            about=data.about,
-            notes=data.notes,
-        )
+        self._tokenizer = load_stored_tokenizer(data.store)
+        return data
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """Draw the beginning of a window as text, or as ids if there is no tokenizer."""

@@ -11,6 +11,7 @@ import string
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from halfstep_train.data.files import (
     require_folder,
 )
 from halfstep_train.data.loader import make_generator
-from halfstep_train.workloads.language.config import LanguageConfig
+from halfstep_train.workloads.base.workload import OpenedData
+from halfstep_train.workloads.language.config import LanguageConfig, get_context
 from halfstep_train.workloads.language.tokenizers import (
     TIKTOKEN,
     Bytes,
@@ -452,26 +454,33 @@ def _split_text(text: str) -> Iterator[str]:
 CHARACTERS = ("characters", "chars", "char")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageData:
-    """Token ids of both splits, and their tokenizer."""
+def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> OpenedData:
+    """Open the texts or ids at `data.dir` as samples, with the vocabulary and the tokenizer in the store.
 
-    train: Tokens
-    val: Tokens
-    vocab: int
-    tokenizer: Tokenizer | None
-    """None for files of ids without a tokenizer: the model can be trained, but cannot write text."""
-    about: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...] = ()
-
-
-def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
-    """Open the texts or ids at `data.dir`; the `store` of an earlier run contains its tokenizer."""
+    The `store` of an earlier run contains its tokenizer. A new run refuses a training text that is shorter than one
+    sample."""
     root = require_folder(config.data.dir, or_file=True)
     known = load_stored_tokenizer(store)
-    if (files := find_token_files(root)) is not None:
-        return _open_ids(config, root, files, known, store)
-    return _open_texts(config, root, known)
+    files = find_token_files(root)
+    data = _open_texts(config, root, known) if files is None else _open_ids(config, root, files, known, store)
+    num_tokens, context = len(data.train.tokens), get_context(config)
+    if store is None and num_tokens <= context:
+        shorter = (num_tokens - 1) // 8
+        raise DataError(
+            f"the training text has {num_tokens:,} tokens, but one sample needs {context:,} + 1",
+            why="a sample is a window of model.context tokens and the token after each",
+            fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
+        )
+    return data
+
+
+def _make_data(
+    config: LanguageConfig, train: Tokens, val: Tokens, vocab: int, tokenizer: Tokenizer | None, **told: Any
+) -> OpenedData:
+    """Cut both splits into samples. Without a tokenizer the model can be trained, but cannot write text."""
+    cut = partial(TokenSamples, context=get_context(config), vocab=vocab)
+    store = {"vocab": vocab, "tokenizer": tokenizer.to_dict() if tokenizer else None}
+    return OpenedData(train=cut(train, is_training=True), val=cut(val, is_training=False), store=store, **told)
 
 
 def load_stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
@@ -480,7 +489,7 @@ def load_stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
     return restore_tokenizer(stored) if stored else None
 
 
-def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> OpenedData:
     """Tokenise texts, or open their cache."""
     config = whole.data
     bad_files = BadFiles(config.on_bad_file)
@@ -505,11 +514,12 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
         notes = (*notes, f"not read: {format_count(len(texts.unread), 'other file')}: {names}")
     location = f"cached in {path}" if config.cache else "in memory"
     text = f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}"
-    return LanguageData(
-        train=train,
-        val=val,
-        vocab=tokenizer.num_tokens,
-        tokenizer=tokenizer,
+    return _make_data(
+        whole,
+        train,
+        val,
+        tokenizer.num_tokens,
+        tokenizer,
         about=(("text", text), ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}")),
         notes=notes,
     )
@@ -521,7 +531,7 @@ def _open_ids(
     files: tuple[Sequence[Path], ...],
     known: Tokenizer | None,
     store: Mapping[str, Any] | None,
-) -> LanguageData:
+) -> OpenedData:
     """Open files of token ids."""
     folder = root if root.is_dir() else root.parent
     tokenizer = (
@@ -542,11 +552,12 @@ def _open_ids(
     train, val = (open_tokens(paths, vocab=vocab) for paths in files)
     num_files = format_count(sum(map(len, files)), "file")
     named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
-    return LanguageData(
-        train=train,
-        val=val,
-        vocab=vocab,
-        tokenizer=tokenizer,
+    return _make_data(
+        config,
+        train,
+        val,
+        vocab,
+        tokenizer,
         about=(("token ids", f"{num_files}, {_describe_sizes(train, val)}"), ("tokenizer", named)),
         notes=() if files[1] else (f"there is no validation: data.dir={root} contains no .bin with `val` in its name",),
     )

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.recompute import Blocks
 from halfstep_train.kernels.cross_entropy import linear_cross_entropy
@@ -25,7 +24,15 @@ from halfstep_train.kernels.fast_forms import has_room_for_tiles
 from halfstep_train.kernels.transformer_chain import Stream, run_blocks
 from halfstep_train.kernels.transformer_chain import TransformerBlock as Layers
 from halfstep_train.models.initial_values import draw_normal_, make_bare
-from halfstep_train.models.layers import Checks, accept_any, are_plain, consists_of, has_bias, has_gain_and_bias
+from halfstep_train.models.layers import (
+    Checks,
+    accept_any,
+    are_plain,
+    check_heads,
+    consists_of,
+    has_bias,
+    has_gain_and_bias,
+)
 from halfstep_train.models.vit import wants_chain
 
 PAD_MULTIPLE = 64
@@ -202,12 +209,7 @@ class GPT2(nn.Module):
 
     def __init__(self, size: GPT2Size, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False) -> None:
         super().__init__()
-        if size.dim % size.heads or min(size.depth, size.heads, size.dim, size.context, size.vocab) < 1:
-            raise ModelError(
-                f"invalid GPT-2 size: {size.depth} blocks, {size.heads} heads and {size.dim} channels",
-                why="heads must divide channels, and all counts must be at least 1",
-                fix=f"choose a model.dim that model.heads divides; the published sizes are {', '.join(GPT2S)}",
-            )
+        check_heads(size.dim, size.heads)
         self.size = size
         self.transformer = Transformer(size, dropout=dropout, bias=bias, checkpointing=checkpointing)
         self._initialise()

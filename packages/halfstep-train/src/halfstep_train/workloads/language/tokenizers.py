@@ -23,7 +23,6 @@ END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 SPACE, ONE_BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
 """How SentencePiece writes a space, and a byte of an unknown character."""
 TIKTOKEN = "tiktoken:"
-PAIR = ("vocab.json", "merges.txt")
 OWN_FILE = "halfstep_tokenizer.json"
 """File next to exported weights if Hugging Face has no format for the tokenizer."""
 
@@ -111,19 +110,6 @@ class Bpe:
         self.num_tokens = max(self.loaded.get_vocab().values(), default=-1) + 1  # some skip numbers
         ends = (self.loaded.token_to_id(name) for name in END_NAMES)
         self.end: int | None = next((end for end in ends if end is not None), None)
-
-    @classmethod
-    def from_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
-        """Read the two files of GPT-2's original tokenizer."""
-        tokenizers = import_optional("tokenizers", str(vocab), suggest_install("tokenizers"))
-        try:
-            loaded = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
-        except Exception as error:
-            raise DataError(f"cannot read {vocab} and {merges}", why=summarise_error(error)) from error
-        loaded.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        loaded.decoder = tokenizers.decoders.ByteLevel()
-        loaded.add_special_tokens([name for name in END_NAMES if loaded.token_to_id(name) is not None])
-        return cls(loaded.to_str(), source=str(vocab))
 
     def encode(self, text: str, *, source: str = "the text") -> Array:
         return np.array(self.loaded.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -218,36 +204,25 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json, vocab.json with merges.txt, a folder with these, or an exported tokenizer of a run."""
+    """Read a tokenizer.json, a folder with it, or an exported tokenizer of a run."""
     if (path / OWN_FILE).is_file():
         return restore_tokenizer(parse_json((path / OWN_FILE).read_text(encoding="utf-8")))
-    if path.name in PAIR:
-        return _read_pair(path.parent)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if file.is_file():
-        try:
-            return Bpe(file.read_text(encoding="utf-8"), source=str(file))
-        except UnicodeDecodeError as error:
-            raise DataError(f"cannot read the tokenizer {file}", why="it is not UTF-8") from error
-    return _read_pair(path)
-
-
-def _read_pair(folder: Path) -> Tokenizer:
-    """Read vocab.json and merges.txt of a folder."""
-    vocab, merges = (folder / name for name in PAIR)
-    if vocab.is_file() and merges.is_file():
-        return Bpe.from_vocab_and_merges(vocab, merges)
-    raise DataError(
-        f"no tokenizer at {folder}",
-        why="it contains neither a tokenizer.json nor vocab.json and merges.txt",
-        fix="set data.tokenizer to bytes, characters, a path, or tiktoken:gpt2",
-    )
+    if not file.is_file():
+        raise DataError(
+            f"no tokenizer at {path}",
+            why="there is no tokenizer.json",
+            fix="set data.tokenizer to bytes, characters, a tokenizer.json or its folder, or tiktoken:gpt2",
+        )
+    try:
+        return Bpe(file.read_text(encoding="utf-8"), source=str(file))
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read the tokenizer {file}", why="it is not UTF-8") from error
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if a folder holds the files of a tokenizer."""
-    names = ("tokenizer.json",), PAIR, (OWN_FILE,)
-    return any(all((folder / name).is_file() for name in needed) for needed in names)
+    """True if a folder holds the file of a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", OWN_FILE))
 
 
 def have_different_ids(one: Tokenizer, other: Tokenizer) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,8 @@ from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.weights import Weights, load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import LatentDraws, choose_vae_format
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData
-from halfstep_train.workloads.base.workload import FrozenPart, Workload
+from halfstep_train.workloads.base.using import Guiding
+from halfstep_train.workloads.base.workload import FrozenPart, OpenedData, Workload
 from halfstep_train.workloads.radio.config import (
     SMALL_FIRST_STAGE,
     FirstStageConfig,
@@ -44,7 +45,6 @@ from halfstep_train.workloads.radio.first_stage import (
     read_some_maps,
 )
 from halfstep_train.workloads.radio.maps import (
-    RadioData,
     draw_condition,
     draw_gain,
     find_data,
@@ -166,7 +166,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     if store is None:
         scale, why_scale = _choose_scale(config, stage.vae, stage.scale_factor, data)
         store = {"sizes": stage.sizes, "scale_factor": scale, "image_size": config.data.image_size}
-    settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
+    data = _settle_format(config, stage.vae, data) if is_new else data
     data, store = add_latents(config, data, stage.vae, store)
     model = build_unet(config, store)
     if is_new:  # a resumed run loads its checkpoint later
@@ -174,18 +174,14 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
             load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
         if config.model.weights:
             load_weights_file_(model, config.model.weights, select_unet_weights)
-    return make_workload(
-        config,
-        store,
-        model,
-        FrozenPart(module=stage.vae, source=stage.source),
-        data,
-        about=(("latents", f"times {store['scale_factor']:.4g}: {why_scale}"), *about),
-        settled=settled,
-    )
+    about = (*data.about, ("latents", f"times {store['scale_factor']:.4g}: {why_scale}"))
+    data = replace(data, store=store, about=about)
+    return make_workload(config, model, FrozenPart(module=stage.vae, source=stage.source), data)
 
 
-def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
+def _choose_scale(
+    config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: OpenedData
+) -> tuple[float, str]:
     """Return the factor of the latents, and where it comes from."""
     scale = config.model.scale_factor
     if scale != "auto":
@@ -197,22 +193,18 @@ def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None
     return found, f"1 / their standard deviation over {MEASURED_ON_HOST} training maps"
 
 
-def _choose_format(
-    config: RadioDiffConfig, vae: RadioVAE, data: RadioData
-) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan.
-
-    Return settings that follow from the choice, and lines for the run's header.
-    """
+def _settle_format(config: RadioDiffConfig, vae: RadioVAE, data: OpenedData) -> OpenedData:
+    """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan."""
     modules = config.precision.modules
     if "vae" not in modules:
-        return {}, ()
+        return data
 
     def read_images() -> Tensor:
         return torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold)))
 
     name, why = choose_vae_format(config, vae, CODEC.decode_means, read_images, modules["vae"])
-    return {"precision.modules": {**modules, "vae": name}}, (("first stage's format", f"{name}: {why}"),)
+    about = (*data.about, ("first stage's format", f"{name}: {why}"))
+    return replace(data, about=about, settled={"precision.modules": {**modules, "vae": name}})
 
 
 def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
@@ -306,23 +298,13 @@ class Denoising:
         return to_unsigned(self.vae.decode(latents / self.scale))
 
 
-def make_workload(
-    config: RadioDiffConfig,
-    store: Mapping[str, Any],
-    model: RadioUNet,
-    vae: FrozenPart,
-    data: RadioData,
-    *,
-    about: tuple[tuple[str, str], ...] = (),
-    settled: Mapping[str, Any] | None = None,
-) -> Workload:
+def make_workload(config: RadioDiffConfig, model: RadioUNet, vae: FrozenPart, data: OpenedData) -> Workload:
     """Build the workload from its model, first stage and data."""
-    denoising, settings = Denoising(config, store, cast(RadioVAE, vae.module)), config.model
+    denoising, settings = Denoising(config, data.store, cast(RadioVAE, vae.module)), config.model
+    data = replace(data, about=(*data.about, ("sampling", describe_steps(settings.sampling_steps, settings))))
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=data.train,
-        val_samples=data.val,
         prepare=denoising.prepare,
         forward=denoising.forward,
         loss=denoising.compute_loss,
@@ -332,13 +314,9 @@ def make_workload(
         fragile=FRAGILE,
         blocks={kind: kind.forward for kind in REPEATED},
         scoring=f"of samples: {SCORING}",
-        store=store,
-        notes=data.notes,
-        val_names=data.list_val_names(),
-        about=(*data.about, *about, ("sampling", describe_steps(settings.sampling_steps, settings))),
         frozen={"vae": vae},
-        settled=settled or {},
         sample=make_sampler(data.val, denoising.prepare, denoising.forward),
+        **data.to_fields(),
     )
 
 
@@ -359,12 +337,12 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
 
 def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
-    data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
+    store = {**make_random_store(config), **store}
+    data = OpenedData(train=samples, val=samples, store=store)
     if isinstance(config, RadioVaeConfig):
         return make_vae_workload(config, build_vae_model(config), data)
-    store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(FirstStageConfig(**store["sizes"])).eval())
-    return make_workload(config, store, build_unet(config, store), vae, data)
+    return make_workload(config, build_unet(config, store), vae, data)
 
 
 # --- halfstep guide ---
@@ -393,10 +371,8 @@ class Guide(Guiding):
 
     def open(self, config: RadioVaeConfig | RadioDiffConfig) -> OpenedData:
         data = find_data(config)
-        size = data.train.size
-        return OpenedData(
-            train=data.train, val=data.val, store={}, classes=("map",), notes=data.notes, sides=(size[1], size[0])
-        )
+        height, width = data.train.size
+        return replace(data, about=(), classes=("map",), sides=(width, height))
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """Draw the city with its antenna, and the gain, side by side."""

@@ -36,11 +36,8 @@ class RadioDataConfig(DataConfig):
     missing_buildings: int = setting(
         0, "Number of buildings missing in the input; a version is drawn at random for each sample", ge=0, le=4
     )
-    split: Literal["radiounet", "radiodiff"] = setting(
-        "radiounet", "Which published split to use; RadioDiff's has the same maps in training, validation and test"
-    )
     val_maps: tuple[int, ...] = setting(
-        (), "Maps to validate on, by number; all others except test_maps train. Replaces split"
+        (), "Maps to validate on, by number; all others except test_maps train; default: RadioUNet's split"
     )
     test_maps: tuple[int, ...] = setting((), "Maps to test on, by number; needs val_maps")
     threshold: float = setting(
@@ -50,11 +47,11 @@ class RadioDataConfig(DataConfig):
     @model_validator(mode="after")
     def check_split(self) -> Self:
         if self.test_maps and not self.val_maps:
-            raise ValueError("data.test_maps needs data.val_maps: without it, data.split chooses the test maps")
+            raise ValueError("data.test_maps needs data.val_maps: without it, RadioUNet's split chooses the test maps")
         if self.val_fraction != DataConfig.model_fields["val_fraction"].default:
             raise ValueError(
                 f"data.val_fraction={self.val_fraction:g} has no effect: radio maps are split by their numbers "
-                "(data.split, or data.val_maps=[...])"
+                "(RadioUNet's split, or data.val_maps=[...])"
             )
         return self
 

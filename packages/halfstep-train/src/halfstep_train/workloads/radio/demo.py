@@ -34,7 +34,7 @@ def write_demo(
     num_transmitters: int = NUM_TRANSMITTERS,
 ) -> None:
     """Write the data to `folder`, which appears only when it is complete."""
-    split = get_public_split("radiounet", "DPM")
+    split = get_public_split()
     counts = num_maps or NUM_MAPS
     numbers = [number for role, count in counts.items() for number in split[role][:count]]  # type: ignore[index]
     with create_folder(folder) as unfinished:

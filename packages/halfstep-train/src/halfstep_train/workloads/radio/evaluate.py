@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError, DataError
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.files import BadFiles
-from halfstep_train.data.loader import Key, Loader
+from halfstep_train.data.loader import Key, Loader, name_sample
 from halfstep_train.report.run_report import Answer, Bar, Failure
 from halfstep_train.workloads.base.frozen_vae import VaeNet
 from halfstep_train.workloads.base.kind import Store
@@ -98,7 +98,7 @@ class RadioEvaluation(PlainEvaluation):
         batch, outputs = look(index)
         condition = self.workload.val_samples.sample(index, key=(0, 0, index))["condition"].numpy()
         predicted, truth = (maps[0, 0].float().cpu().numpy() for maps in (outputs["map"], batch["truth"]))
-        name = f"{kind}: {self.workload.val_names[index]}, NMSE {score:.4f}"
+        name = f"{kind}: {name_sample(self.workload.val_samples, index)}, NMSE {score:.4f}"
         return name, draw_cells(predicted, truth, condition)
 
 

@@ -24,7 +24,7 @@ from halfstep.tensor_files import LazyTensors, take, write_tensors
 from halfstep_train.data.loader import Batch
 from halfstep_train.models.layers import LEVELS_HALVE, divide_side
 from halfstep_train.models.patch_gan import build_discriminator
-from halfstep_train.models.weights import load_weights_file_, stream_weights
+from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.frozen_vae import (
     MOMENTS,
     Critic,
@@ -39,10 +39,9 @@ from halfstep_train.workloads.base.frozen_vae import (
     refuse_uncached,
 )
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.base.workload import OpenedData, Workload
 from halfstep_train.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep_train.workloads.radio.maps import (
-    RadioData,
     RadioMaps,
     RadioTree,
     find_data,
@@ -89,25 +88,22 @@ def has_critic(config: RadioVaeConfig) -> bool:
     return settings.enabled and (last == 0 or settings.start < last)
 
 
-def make_vae_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
+def make_vae_workload(config: RadioVaeConfig, model: VaeNet, data: OpenedData) -> Workload:
     """Build the workload from its model and data."""
     trainer = MapVaeTrainer(config)
+    store = {"sizes": config.model.first_stage.model_dump(mode="json"), "image_size": config.data.image_size}
+    data = replace(data, store=store, about=(*data.about, *_describe_critic(config)))
     return trainer.build_workload(
         model,
         name=config.workload,
-        train_samples=data.train,
-        val_samples=data.val,
         metrics=RadioMetrics,
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
         blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
-        store={"sizes": config.model.first_stage.model_dump(mode="json"), "image_size": config.data.image_size},
-        notes=data.notes,
-        val_names=data.list_val_names(),
-        about=(*data.about, *_describe_critic(config)),
         sample=make_sampler(data.val, trainer.prepare, trainer.forward),
+        **data.to_fields(),
     )
 
 
@@ -165,12 +161,11 @@ def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
 def export_vae(weights: LazyTensors, config: RadioVaeConfig, store: Store, folder: Path, device: torch.device) -> None:
     """Export the autoencoder with its sizes and latent scale, for stage 2."""
     weights, maps = take(weights, "vae.", torch.float32), find_data(config).train
-    with torch.device("meta"):
-        vae = RadioVAE(FirstStageConfig(**store["sizes"])).eval()
-    with stream_weights(vae, weights, device):
-        scale = measure_scale(
-            vae, maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device
-        )
+    vae = RadioVAE(FirstStageConfig(**store["sizes"])).eval()
+    vae.load_state_dict(weights)
+    scale = measure_scale(
+        vae.to(device), maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device
+    )
     write_first_stage(weights, store["sizes"], scale, folder)
 
 
@@ -279,8 +274,8 @@ LATENTS_CHECKSUM = "latents_sha256"
 
 
 def add_latents(
-    config: RadioDiffConfig, data: RadioData, vae: RadioVAE, store: Mapping[str, Any]
-) -> tuple[RadioData, dict[str, Any]]:
+    config: RadioDiffConfig, data: OpenedData, vae: RadioVAE, store: Mapping[str, Any]
+) -> tuple[OpenedData, dict[str, Any]]:
     """If latents are cached, add them to the training samples and their checksum to the store."""
     if config.data.cache == "off":
         return data, dict(store)

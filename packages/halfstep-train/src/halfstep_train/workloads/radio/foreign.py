@@ -173,9 +173,7 @@ def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str,
     """Translate the keys that both stages have: data, trainer, precision, sizes of the autoencoder. Also return notes
     for the user."""
     precision, notes = _read_precision(read)
-    notes.append(
-        "RadioDiff's split has the same maps in training, validation and test: RadioUNet's split is used (data.split)"
-    )
+    notes.append("RadioDiff's split has the same maps in training, validation and test: RadioUNet's split is used")
     if attended := read.section(f"{first_stage}.ddconfig").get("attn_resolutions"):
         raise ConfigError(
             f"ddconfig.attn_resolutions: {attended} is not supported",

@@ -7,9 +7,8 @@
 
 All are grey images of one size, 256×256 in the original.
 
-The split goes by map number, so a subset of the data keeps the same split. Both public splits shuffle the maps 1..700
-with numpy's seed 42 and cut the list into ranges. RadioUNet's ranges are disjoint. RadioDiff's overlap: the map at
-index 600 is in all three splits, and the IRT4 validation maps are all training maps.
+The split goes by map number, so a subset of the data keeps the same split. RadioDiff's public split is not used: one
+map is in all three of its parts, and its IRT4 validation maps are all training maps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,47 +28,27 @@ from torch.utils.data import default_collate
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder, run_in_threads
+from halfstep_train.data.files import Array, BadFiles, list_folders, list_some, require_folder
 from halfstep_train.data.images import read_image, read_image_facts, to_bytes
-from halfstep_train.data.loader import make_generator
+from halfstep_train.data.loader import Samples, make_generator, name_sample
 from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep_train.workloads.base.sheets import draw_table
-from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
+from halfstep_train.workloads.base.workload import Forward, OpenedData, Prepare, Sample
 from halfstep_train.workloads.radio.config import RadioDataConfig
 
 Role = Literal["train", "val", "test"]
 Split = Mapping[Role, tuple[int, ...]]
 """Map numbers by role."""
 
-NUM_MAPS = 700
-RANGES: Mapping[str, Mapping[Role, tuple[int, int]]] = {
-    "radiounet": {"train": (0, 500), "val": (501, 600), "test": (601, 699)},
-    "radiodiff": {"train": (0, 600), "val": (600, 650), "test": (600, 699)},
-    "radiodiff_irt4": {"train": (0, 600), "val": (501, 600), "test": (600, 699)},
-}
-"""First and last index into the shuffled maps."""
+NUM_MAPS, NUM_TRAIN, NUM_VAL = 700, 501, 100
 
 
-def get_public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
-    """Return a published split; that of `radiodiff` has different ranges for IRT4."""
-    key = "radiodiff_irt4" if name == "radiodiff" and simulation == "IRT4" else name
-    maps = shuffle_maps()
-    return {role: maps[first : last + 1] for role, (first, last) in RANGES[key].items()}
-
-
-def shuffle_maps() -> tuple[int, ...]:
-    """Return the map numbers in the order of the public code: numpy's legacy generator, seed 42."""
+def get_public_split() -> dict[Role, tuple[int, ...]]:
+    """Return RadioUNet's split of the maps 1..700, shuffled by numpy's legacy generator with seed 42."""
     order = np.arange(NUM_MAPS)
     np.random.RandomState(42).shuffle(order)
-    return tuple(int(index) + 1 for index in order)
-
-
-def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
-    """Return the validation and test maps that are also training maps."""
-    train = set(split["train"])
-    others: tuple[Role, ...] = ("val", "test")
-    found = {role: tuple(number for number in split.get(role, ()) if number in train) for role in others}
-    return {role: numbers for role, numbers in found.items() if numbers}
+    maps, end = tuple(int(index) + 1 for index in order), NUM_TRAIN + NUM_VAL
+    return {"train": maps[:NUM_TRAIN], "val": maps[NUM_TRAIN:end], "test": maps[end:]}
 
 
 GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
@@ -201,19 +180,14 @@ class RadioMaps:
         return len(self.items)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        arrays = self._cache.get(index)
-        if arrays is None:
+        def read() -> dict[str, Array]:
             item = self.items[index]
             assert item.gain is not None
-            version = 0
-            if len(item.buildings) > 1:
-                version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
-            arrays = {
-                "gain": read_gray(item.gain, self.size)[None],
-                "condition": read_condition(item, self.size, version=version),
-            }
-            self._cache.put(index, arrays)
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+            version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
+            condition = read_condition(item, self.size, version=version)
+            return {"gain": read_gray(item.gain, self.size)[None], "condition": condition}
+
+        return self._cache.get_or_read(index, read)
 
     def name_of(self, index: int) -> str:
         return make_printable(f"{self.items[index].name}.png")
@@ -271,13 +245,11 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
             read_antenna(path, (1, 1)) if path.parent.name == "antennas" else _read_bytes(path)
         return read_image_facts(path).size
 
-    found = dict(zip(paths, run_in_threads(read_size, paths), strict=True))
+    found = dict(bad_files.try_each(read_size, paths))
     usable = []
     for item in files:
-        sizes = {path: found[path] for path in item.list_paths()}
-        if faults := [size for size in sizes.values() if isinstance(size, DataError)]:
-            bad_files.report(faults[0])
-        elif len(set(sizes.values())) > 1:
+        sizes = {path: found[path] for path in item.list_paths() if path in found}
+        if len(set(sizes.values())) > 1:
             bad_files.report(
                 DataError(
                     f"images of one map differ in size: {', '.join(f'{path} is {sizes[path]}' for path in sizes)}",
@@ -285,7 +257,7 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
                     fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
                 )
             )
-        else:
+        elif len(sizes) == len(item.list_paths()):
             usable.append(item)
     return tuple(usable)
 
@@ -293,22 +265,7 @@ def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[Ra
 # --- both splits, and bytes as floats ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RadioData:
-    """Training and validation samples, with facts and notes for the user."""
-
-    train: Any
-    """RadioMaps, or samples derived from them."""
-    val: RadioMaps
-    about: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-
-    def list_val_names(self) -> tuple[str, ...]:
-        """Return the file names of validation maps; empty for random samples."""
-        return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
-
-
-def find_data(config: RunConfig) -> RadioData:
+def find_data(config: RunConfig) -> OpenedData:
     """Open the training and validation maps; raise DataError if there are none of either."""
     settings = config.data
     assert isinstance(settings, RadioDataConfig)
@@ -321,17 +278,16 @@ def find_data(config: RunConfig) -> RadioData:
         f"{format_count(len({item.number for item in part.items}), 'map')}"
         for name, part in (("training", train), ("validation", val))
     )
-    return RadioData(
+    return OpenedData(
         train=train,
         val=val,
         about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{_name_split(settings)}: {sizes}")),
-        notes=(*_describe_leaks(split), *bad_files.notes),
+        notes=bad_files.notes,
     )
 
 
 def _name_split(settings: RadioDataConfig) -> str:
-    public = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}[settings.split]
-    return "data.val_maps" if settings.val_maps else f"{public}'s split"
+    return "data.val_maps" if settings.val_maps else "RadioUNet's split"
 
 
 def choose_split(tree: RadioTree) -> Split:
@@ -347,8 +303,7 @@ def choose_split(tree: RadioTree) -> Split:
             )
         train = tuple(number for number in here if number not in held_out)
         return {"train": train, "val": settings.val_maps, "test": settings.test_maps}
-    named = get_public_split(settings.split, settings.simulation)
-    return {role: tuple(number for number in numbers if number in here) for role, numbers in named.items()}
+    return {role: tuple(number for number in numbers if number in here) for role, numbers in get_public_split().items()}
 
 
 def open_split(tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
@@ -366,16 +321,6 @@ def open_split(tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -
 
 
 ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test": "test"}
-
-
-def _describe_leaks(split: Split) -> list[str]:
-    """Return a note for each split that shares maps with training: its scores are too good."""
-    return [
-        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split are training maps too: "
-        f"{list_some(numbers)}; "
-        f"their scores are too good (data.split=radiounet has no overlap)"
-        for role, numbers in find_leaks(split).items()
-    ]
 
 
 def scale_gain(pixels: Tensor, threshold: float) -> Tensor:
@@ -450,7 +395,7 @@ def draw_error(predicted: Array, truth: Array) -> Array:
     return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
 
 
-def make_sampler(maps: RadioMaps, prepare: Prepare, forward: Forward) -> Sample:
+def make_sampler(maps: Samples, prepare: Prepare, forward: Forward) -> Sample:
     """Return a function that runs the model on the first validation maps and draws them as a sheet."""
 
     def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
@@ -461,7 +406,10 @@ def make_sampler(maps: RadioMaps, prepare: Prepare, forward: Forward) -> Sample:
             prepared = prepare({name: value.to(device) for name, value in batch.items()}, key=key, training=False)
         found = forward(model, prepared)["map"]
         rows = [
-            (maps.name_of(index), draw_cells(one[0].float().cpu().numpy(), gain[0].numpy() / 255, condition.numpy()))
+            (
+                name_sample(maps, index),
+                draw_cells(one[0].float().cpu().numpy(), gain[0].numpy() / 255, condition.numpy()),
+            )
             for index, one, gain, condition in zip(indices, found, batch["gain"], batch["condition"], strict=True)
         ]
         return {"maps": np.asarray(draw_map_sheet(rows))}

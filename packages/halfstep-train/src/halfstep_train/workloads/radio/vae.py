@@ -187,12 +187,6 @@ class RadioVAE(nn.Module):
 class RadioCodec(Codec):
     """Encoding and decoding with a RadioVAE."""
 
-    def encode(self, vae: RadioVAE, images: Tensor) -> tuple[Tensor, Tensor]:
-        return vae.encode(images)
-
-    def decode(self, vae: RadioVAE, latents: Tensor) -> Tensor:
-        return vae.decode(latents)
-
     def reconstruct(self, vae: RadioVAE, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
         # Call the module itself: precision.modules={vae: ...} wraps its forward.
         found: dict[str, Tensor] = vae(images, noise)

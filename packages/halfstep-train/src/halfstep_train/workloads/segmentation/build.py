@@ -26,8 +26,8 @@ from halfstep_train.data.images import USUAL, choose_scale, describe_outliers, r
 from halfstep_train.data.loader import Batch, BatchDraws, Samples, make_generator
 from halfstep_train.models.weights import load_weights_file_
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData, measure_median_size
-from halfstep_train.workloads.base.workload import Prepare, Workload
+from halfstep_train.workloads.base.using import Guiding, measure_median_size
+from halfstep_train.workloads.base.workload import OpenedData, Prepare, Workload
 from halfstep_train.workloads.segmentation.config import UNetAugmentConfig, UNetConfig
 from halfstep_train.workloads.segmentation.data import (
     IGNORED,
@@ -96,20 +96,16 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
             pixels, mask = augment(pixels, mask, config.data.augment, key=key)
         return batch | {"image": pixels, "mask": mask}
 
-    return make_workload(
-        config,
-        model,
-        SegmentationData(train_pairs, table=table, image=image),
-        SegmentationData(val_pairs, table=table, image=image),
-        store,
-        prepare,
-        background=background,
-        scoring=_describe_scoring(table, background),
-        by_batch=("the Dice term of the loss",) if config.model.dice_weight else (),
+    data = OpenedData(
+        train=SegmentationData(train_pairs, table=table, image=image),
+        val=SegmentationData(val_pairs, table=table, image=image),
+        store=store,
         notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
-        val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
         settled=settled,
+    )
+    return make_workload(
+        config, model, data, prepare, background=background, scoring=_describe_scoring(table, background)
     )
 
 
@@ -148,13 +144,11 @@ def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], li
 def make_workload(
     config: UNetConfig,
     model: nn.Module,
-    train: Samples,
-    val: Samples,
-    store: Store,
+    data: OpenedData,
     prepare: Prepare,
     *,
     background: int | None = 0,
-    **about: Any,
+    scoring: str = "",
 ) -> Workload:
     """Build the workload from its model and samples."""
     m = config.model
@@ -162,16 +156,15 @@ def make_workload(
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
         loss=lambda outputs, batch: (compute_loss(outputs, batch["mask"]), len(outputs)),
-        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
+        metrics=lambda: SegmentationMetrics(data.store["num_classes"], background),
         metric="iou",
+        scoring=scoring,
         fragile=FRAGILE,
-        store=store,
-        **about,
+        by_batch=("the Dice term of the loss",) if m.dice_weight else (),
+        **data.to_fields(),
     )
 
 
@@ -352,7 +345,7 @@ def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Work
         return batch | {"image": to_unit_range(batch["image"])}
 
     model = build_model(config, {**store, "image_size": config.data.image_size})
-    return make_workload(config, model, samples, samples, store, prepare)
+    return make_workload(config, model, OpenedData(train=samples, val=samples, store=store), prepare)
 
 
 # --- halfstep guide ---

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from halfstep.errors import DataError, make_printable, suggest_nearest
@@ -351,15 +350,16 @@ def _read_list(pairs: Sequence[Pair], file: str | None) -> tuple[Pair, ...]:
 def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
     """Return the file of each id; raise DataError if an id has several extensions. `key` is the setting that
     chooses."""
-    found = names.find(root)
-    for name, paths in found.items():
-        if len(paths) > 1:
+    found: dict[str, Path] = {}
+    in_order = sorted(names.iterate(root), key=lambda one: make_natural_key(one[1].relative_to(root).as_posix()))
+    for name, path in in_order:
+        if (first := found.setdefault(name, path)) != path:
             raise DataError(
-                f"{paths[0]} and {paths[1].name} have the same id {name}",
+                f"{first} and {path.name} have the same id {name}",
                 why="halfstep cannot tell which one to use",
-                fix=f"choose an extension: {key}={names.text}{paths[0].suffix} (or {paths[1].suffix})",
+                fix=f"choose an extension: {key}={names.text}{first.suffix} (or {path.suffix})",
             )
-    return {name: paths[0] for name, paths in found.items()}
+    return found
 
 
 def _make_unpaired_error(path: Path, wanted: str) -> DataError:
@@ -401,13 +401,13 @@ class SegmentationData:
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """Return sample `index`. The key is not used: augmentation runs on the device."""
-        arrays = self._cache.get(index)
-        if arrays is None:
-            pair = self.pairs[index]
+        pair = self.pairs[index]
+
+        def read() -> dict[str, Array]:
             mask = resize_mask(read_mask(pair.mask), self.image.size)
-            arrays = {"image": read_planes(pair.image, self.image), "mask": self.table.to_classes(mask, pair.mask)}
-            self._cache.put(index, arrays)
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+            return {"image": read_planes(pair.image, self.image), "mask": self.table.to_classes(mask, pair.mask)}
+
+        return self._cache.get_or_read(index, read)
 
     def name_of(self, index: int) -> str:
         """Return the file name of the image."""

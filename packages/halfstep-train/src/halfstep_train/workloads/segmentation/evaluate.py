@@ -19,6 +19,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.files import READABLE_ENDINGS, Array, BadFiles, list_some
 from halfstep_train.data.images import read_image, read_image_facts
 from halfstep_train.data.layouts import MASK_SUFFIX, PairLayout, has_folders
+from halfstep_train.data.loader import name_sample
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.sheets import pick_worst_to_best
@@ -75,8 +76,7 @@ def use_all_pairs(workload: Workload) -> Workload:
     samples = workload.val_samples if len(workload.val_samples) else workload.train_samples
     assert isinstance(samples, SegmentationData)
     samples, notes = _map_to_run_classes(samples)
-    names = tuple(pair.image.name for pair in samples.pairs)
-    return replace(workload, val_samples=samples, val_names=names, notes=(*workload.notes, *notes))
+    return replace(workload, val_samples=samples, notes=(*workload.notes, *notes))
 
 
 def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, list[str]]:
@@ -167,8 +167,8 @@ class SegmentationEvaluation(PlainEvaluation):
         return [path]
 
     def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> SheetRow:
-        names, samples = self.workload.val_names, self.workload.val_samples
-        name = f"{kind}: {names[index] if names else index}, IoU {score:.3f}"
+        samples = self.workload.val_samples
+        name = f"{kind}: {name_sample(samples, index)}, IoU {score:.3f}"
         if self._segment is not None and isinstance(samples, SegmentationData):
             truth, prediction = self._load_maps(index)
             form = samples.image

@@ -7,27 +7,15 @@ of its skip connection.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.islands import get_matmul_dtype
 from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner, keeps_every_product
-from halfstep_train.kernels.chain import NormReluConv, cast_together
 from halfstep_train.kernels.fast_forms import can_chain, has_room_for_tiles
-from halfstep_train.kernels.normalise import compute_norm
-from halfstep_train.kernels.stem import can_run_stem
-from halfstep_train.kernels.unet_chain import (
-    MOST_CLASSES,
-    MOST_HEAD_CHANNELS,
-    Head,
-    PoolConv,
-    StemNormReluConv,
-    UpConcatConv,
-)
+from halfstep_train.kernels.layout import MOST_CLASSES, MOST_HEAD_CHANNELS
 from halfstep_train.models.layers import (
     CONVOLUTIONAL,
     BatchNorm2d,
@@ -159,16 +147,15 @@ class UNet(Recomputing):
         """Run all levels as a chain of fused kernels."""
         if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
             return self._run_levels(x)
+        from halfstep_train.kernels.unet_chain import compute_chained_logits  # needs Triton
+
         depths = range(1, self.depth + 1)
         downs: list[Down] = [getattr(self, f"down{depth}") for depth in depths]
         ups: list[Up] = [getattr(self, f"up{depth}") for depth in depths]
         return compute_chained_logits(
             x,
-            [
-                Level.from_layers(block.double_conv)
-                for block in (self.inc, *(down.get_convolutions() for down in downs))
-            ],
-            [(up.get_transposed(), Level.from_layers(up.conv.double_conv)) for up in ups],
+            [block.double_conv for block in (self.inc, *(down.get_convolutions() for down in downs))],
+            [(up.get_transposed(), up.conv.double_conv) for up in ups],
             self.outc.conv,
             keep=self.recompute == "none",
         )
@@ -223,78 +210,3 @@ def compute_receptive_radius(depth: int) -> int:
     convolutions: bilinear upsampling with aligned corners depends on the size of the whole map.
     """
     return 7 * (1 << depth) - 5
-
-
-class Level(NamedTuple):
-    """The convolutions and norms of one level, as the chain needs them."""
-
-    convolution: nn.Conv2d
-    norm: nn.BatchNorm2d
-    next_convolution: nn.Conv2d
-    last_norm: nn.BatchNorm2d
-
-    @classmethod
-    def from_layers(cls, layers: Iterable[Any]) -> Level:
-        """Return the level of a sequence of convolution, BatchNorm and ReLU, twice."""
-        convolution, norm, _, next_convolution, last_norm, _ = layers
-        return cls(convolution, norm, next_convolution, last_norm)
-
-
-def compute_chained_logits(
-    image: Tensor,
-    downs: Sequence[Level],
-    ups: Sequence[tuple[nn.ConvTranspose2d, Level]],
-    head: nn.Conv2d,
-    *,
-    keep: bool,
-) -> Tensor:
-    """Return the logits of a channels_last image that needs no gradient, with fused kernels.
-
-    Without `keep`, some maps are recomputed in backward: slower, with half the memory. Each step works on raw maps, the
-    outputs of convolutions before norm and ReLU, which the next kernel applies while reading.
-    """
-    levels = [*downs, *(level for _, level in ups)]
-    convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
-    cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))
-    weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
-    level, skips = downs[0], []
-    y = compute_first_raw_map(image, level, weights, keep=keep)
-    # Down: normalise and pool the raw map while reading it; its skip connection stays raw until it is used.
-    for below in downs[1:]:
-        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
-        affine = (norm.weight, norm.bias)
-        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
-        skips.append((promise, y.detach(), how))
-        level, y = below, compute_second_raw_map(u, below, weights, keep=keep)
-    # Up: transposed convolution, concatenation and the first convolution in one operation.
-    for up, above in ups:
-        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
-        deep = (y, norm.weight, norm.bias, up.weight, up.bias)
-        u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
-        # Memory peaks in the backward of the last concatenation, when maps of the last level may still be kept.
-        level, y = above, compute_second_raw_map(u, above, weights, keep=keep or not skips)
-    norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
-    return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
-
-
-Weights = Mapping[nn.Conv2d, Tensor]
-"""Weights of convolutions, cast to the compute format."""
-
-
-def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
-    """Return the raw output of the first level's second convolution."""
-    convolution, norm, next_convolution, _ = level
-    if not can_run_stem(image, convolution.weight, 1, 1):
-        u: Tensor = convolution(image)
-        return compute_second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
-    parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
-    return StemNormReluConv.apply(  # type: ignore[no-untyped-call]
-        image, *parameters, norm, get_matmul_dtype(image), keep
-    )
-
-
-def compute_second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
-    """Return the raw output of a level's second convolution from that of its first."""
-    _, norm, convolution, _ = level
-    parameters = (norm.weight, norm.bias, weights[convolution])
-    return NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]

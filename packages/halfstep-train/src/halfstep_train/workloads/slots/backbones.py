@@ -23,10 +23,9 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.recompute import Blocks
-from halfstep_train.models.layers import PatchConv2d, divide_side
+from halfstep_train.models.layers import PatchConv2d, check_heads, divide_side
 from halfstep_train.models.vit import PATCHES_TILE, EncoderBlock, ViTSize, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names
-from halfstep_train.workloads.slots.slot_attention import check_heads
 
 DINOV2 = {
     "vit_small_patch14_dinov2": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536, patch=14),

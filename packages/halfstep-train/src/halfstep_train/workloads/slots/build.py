@@ -22,12 +22,11 @@ from halfstep_train.models.layers import divide_side
 from halfstep_train.models.vit import PATCHES_TILE
 from halfstep_train.models.weights import Weights, load_weights_file_, read_weights
 from halfstep_train.workloads.base.kind import Store
-from halfstep_train.workloads.base.using import Guiding, OpenedData
-from halfstep_train.workloads.base.workload import FrozenPart, Group, Scheduled, Workload
+from halfstep_train.workloads.base.using import Guiding
+from halfstep_train.workloads.base.workload import FrozenPart, Group, OpenedData, Scheduled, Workload
 from halfstep_train.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.config import DINO_PATCH, SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep_train.workloads.slots.data import (
-    ClipData,
     ClipSamples,
     make_sampler,
     normalise,
@@ -66,7 +65,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
     if store is None and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights, rename_upstream)
     metric, scoring = _choose_scoring(config, clips.store)
-    plain = make_workload(config, model, backbone, clips.train, clips.val, clips.store)
+    plain = make_workload(config, model, backbone, clips)
     contrasted = "validation loss: it depends on the number of slots that each slot is contrasted with"
     return replace(
         plain,
@@ -76,23 +75,17 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         scoring=scoring,
         by_batch=(contrasted,) if config.model.contrast_weight else (),
         notes=(*_describe_surprises(config, clips), *clips.notes),
-        val_names=clips.val.list_names(),
-        about=clips.about,
         sample=make_sampler(clips.val, plain.prepare, plain.forward),
     )
 
 
-def make_workload(
-    config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
-) -> Workload:
+def make_workload(config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, data: OpenedData) -> Workload:
     """Build the parts of the workload that need no data folder; the metric is the loss."""
-    counting = _choose_counting(config, bool(store.get("background_is_labelled", True)))
+    counting = _choose_counting(config, bool(data.store.get("background_is_labelled", True)))
     task = SlotTask(config, backbone.module)
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=train,
-        val_samples=val,
         prepare=task.prepare,
         forward=task.forward,
         loss=task.compute_loss,
@@ -101,7 +94,7 @@ def make_workload(
         mode="min",
         fragile=FRAGILE,
         frozen={"backbone": backbone},
-        store=store,
+        **data.to_fields(),
     )
 
 
@@ -136,7 +129,7 @@ def build_backbone(config: SlotContrastConfig) -> FrozenPart:
     return FrozenPart(module=backbone.requires_grad_(False), source=source)
 
 
-def _describe_surprises(config: SlotContrastConfig, clips: ClipData) -> list[str]:
+def _describe_surprises(config: SlotContrastConfig, clips: OpenedData) -> list[str]:
     """Return notes about the backbone, the negatives and the masks."""
     m, t, notes = config.model, config.train, []
     if m.backbone == "filters":
@@ -235,7 +228,8 @@ def build_on_samples(config: SlotContrastConfig, store: Store, samples: Samples)
     if config.model.backbone_weights is None:
         config = config.replace(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)
-    return make_workload(config, build_model(config, backbone.module), backbone, samples, samples, store)
+    data = OpenedData(train=samples, val=samples, store=store)
+    return make_workload(config, build_model(config, backbone.module), backbone, data)
 
 
 # --- STEVE ---
@@ -257,9 +251,7 @@ THEIR_MASKS = ".self_attn_mask"
 
 def build_steve(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
-    clips = open_clips(config.data)
-    facts = {"notes": clips.notes, "about": clips.about, "val_names": clips.val.list_names()}
-    workload = make_steve_workload(config, clips.train, clips.val, **facts)
+    workload = make_steve_workload(config, replace(open_clips(config.data), store={}))
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, _drop_masks)
     return workload
@@ -271,11 +263,11 @@ def _drop_masks(weights: Weights) -> Weights:
 
 def build_steve_on_samples(config: SteveConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
-    return make_steve_workload(config, samples, samples)
+    return make_steve_workload(config, OpenedData(train=samples, val=samples))
 
 
-def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **about: Any) -> Workload:
-    """Build the workload on given samples; `about` adds facts and notes about the data."""
+def make_steve_workload(config: SteveConfig, data: OpenedData) -> Workload:
+    """Build the workload on opened data."""
     tau = Scheduled(lambda step: compute_temperature(config.model.tau, step))
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -292,11 +284,10 @@ def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **abo
         return outputs if model.training else outputs | {"slots": found.slots, "reconstruction": found.reconstruction}
 
     prepare = PrepareClips(config)
+    settled = settle_scale(config) if config.model.loss == "sum" else {}
     return Workload(
         name=config.workload,
         model=build_steve_model(config),
-        train_samples=train,
-        val_samples=val,
         prepare=prepare,
         forward=forward,
         loss=lambda outputs, batch: (outputs["loss"], len(batch["video"])),
@@ -311,9 +302,8 @@ def make_steve_workload(config: SteveConfig, train: Samples, val: Samples, **abo
             Group(modules=("steve_encoder",), lr=config.optimizer.encoder_lr),
         ),
         values={"tau": tau},
-        settled=settle_scale(config) if config.model.loss == "sum" else {},
-        sample=make_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
-        **about,
+        sample=make_sampler(data.val, prepare, forward) if isinstance(data.val, ClipSamples) else None,
+        **replace(data, settled=settled).to_fields(),
     )
 
 
@@ -438,15 +428,7 @@ class SteveGuide(Guiding):
         height, width = clips.train.videos[0].size
         form = f"{config.data.chunk_size} frames; the first video has {width}×{height} pixels"
         masks = "masks to score with" if clips.store["has_masks"] else "no masks: only the loss is validated"
-        return OpenedData(
-            train=clips.train,
-            val=clips.val,
-            store=clips.store,
-            classes=(),
-            about=(*clips.about, ("a clip", f"{form}; {masks}")),
-            notes=clips.notes,
-            remarks=self.remarks,
-        )
+        return replace(clips, about=(*clips.about, ("a clip", f"{form}; {masks}")), remarks=self.remarks)
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """Draw the middle frame of a clip."""

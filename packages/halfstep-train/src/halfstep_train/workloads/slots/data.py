@@ -9,7 +9,6 @@ are resized here. Colours are normalised as upstream does; masks are resized to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +22,9 @@ from halfstep.errors import DataError, format_count, make_printable
 from halfstep.islands import to_fp32
 from halfstep_train.data.files import Array, BadFiles
 from halfstep_train.data.loader import Batch, Key, make_generator
+from halfstep_train.models.patch_gan import IMAGENET_MEAN, IMAGENET_STD
 from halfstep_train.workloads.base.sheets import arrange_grid
-from halfstep_train.workloads.base.workload import Forward, Prepare, Sample
+from halfstep_train.workloads.base.workload import Forward, OpenedData, Prepare, Sample
 from halfstep_train.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep_train.workloads.slots.config import VideoDataConfig
 from halfstep_train.workloads.slots.scores import label_pixels
@@ -104,9 +104,6 @@ class ClipSamples:
         name = make_printable(video.name)
         return f"{name}, frames from {chunk * self.frames}" if self.cut == "all" else name
 
-    def list_names(self) -> tuple[str, ...]:
-        return tuple(map(self.name_of, range(len(self))))
-
     def files(self) -> Sequence[Path]:
         return list(dict.fromkeys(path for video in self.videos for path in video.paths))
 
@@ -122,16 +119,13 @@ def compute_crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -
     return slice(top, top + side), slice(left, left + side)
 
 
-COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""ImageNet's mean and standard deviation of red, green and blue."""
-
-
 def normalise(pixels: Tensor) -> Tensor:
     """Normalise the colours of frames (B, T, 3, H, W) in 0..1."""
     shape = (1, 1, 3, 1, 1)
     # Create the constants on the device: copying them from the host would synchronise.
     centre, spread = (
-        torch.stack([torch.full((), value, device=pixels.device) for value in values]).view(shape) for values in COLOURS
+        torch.stack([torch.full((), value, device=pixels.device) for value in values]).view(shape)
+        for values in (IMAGENET_MEAN, IMAGENET_STD)
     )
     return (pixels - centre) / spread
 
@@ -149,20 +143,9 @@ def to_unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
     return frames.view(*video.shape[:2], *frames.shape[1:])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipData:
-    """Both splits, with facts and notes for the user."""
-
-    train: ClipSamples
-    val: ClipSamples
-    about: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    store: dict[str, bool]
-    """Facts about the masks of the validation videos, which choose the scores."""
-
-
-def open_clips(config: VideoDataConfig) -> ClipData:
-    """Open the clips of `config.dir`."""
+def open_clips(config: VideoDataConfig) -> OpenedData:
+    """Open the clips of `config.dir`. The store holds facts about the masks of validation videos, which choose the
+    scores."""
     bad_files = BadFiles(config.on_bad_file)
     found = find_videos(config, bad_files)
     videos = [video for video in found.train if video.num_frames >= config.chunk_size]
@@ -189,7 +172,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
         chunk=min(config.val_chunk_size, shortest),
     )
     scored = found.val or found.train
-    return ClipData(
+    return OpenedData(
         train=train,
         val=val,
         about=(("layout", found.layout), ("clips", f"{len(train)} to train on, {len(val)} to validate on")),
@@ -232,9 +215,8 @@ SHOWN_FRAMES = 6
 """Frames per clip in a sheet."""
 SAMPLED_CLIPS = 2
 """Validation clips that are drawn during training."""
-MS_PER_FRAME = 120
-GIF_SIDE = 512
-"""Longest side of a frame in a gif, in pixels."""
+MS_PER_FRAME, GIF_SIDE = 120, 512
+"""Duration and longest side, in pixels, of a frame in a gif."""
 
 
 def colour_slots(labels: Array) -> Array:
@@ -264,17 +246,10 @@ def draw_sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
     """Write frames and their slots side by side as a gif. Large frames are shrunk: computing a palette takes long."""
-    height, width = frames.shape[1:3]
-    scale = min(1.0, GIF_SIDE / max(height, width))
-    # Nearest-neighbour indices: labels cannot be interpolated.
-    down, across = (
-        np.arange(max(1, round(side * scale))) * side // max(1, round(side * scale)) for side in (height, width)
-    )
-    pictures = []
-    for frame, labels in zip(frames, slots, strict=True):
-        frame = np.asarray(Image.fromarray(frame).resize((len(across), len(down))))
-        pair = [frame, tint(frame, colour_slots(labels[down[:, None], across]))]
-        pictures.append(Image.fromarray(np.concatenate(pair, axis=1)))
+    pairs = np.concatenate([frames, tint(frames, colour_slots(slots))], axis=2)
+    pictures = [Image.fromarray(pair) for pair in pairs]
+    for picture in pictures:
+        picture.thumbnail((2 * GIF_SIDE, GIF_SIDE))
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=MS_PER_FRAME, loop=0)
 
 
@@ -320,14 +295,9 @@ def make_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sa
                 if isinstance(model, Steve) and index == 0:
                     shown = slice(0, DECODED_FRAMES)
                     rows = [prepared["video"][0, shown], outputs["reconstruction"][0, shown]]
-                    found["frames_vae_slots"] = draw_rows([*rows, model.decode_slots(outputs["slots"][0, shown])])
+                    images = torch.cat([*rows, model.decode_slots(outputs["slots"][0, shown])])
+                    pixels = (to_fp32(images).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+                    found["frames_vae_slots"] = arrange_grid(pixels.cpu().numpy(), columns=len(rows[0]), gap=0)
         return found
 
     return sample
-
-
-def draw_rows(rows: list[Tensor]) -> Array:
-    """Stack rows of images (N, 3, H, W) in 0..1 into one image."""
-    lines = [torch.cat(list(to_fp32(row).clamp(0, 1)), dim=2) for row in rows]
-    pixels = (torch.cat(lines, dim=1) * 255).round().to(torch.uint8)
-    return pixels.permute(1, 2, 0).cpu().numpy()

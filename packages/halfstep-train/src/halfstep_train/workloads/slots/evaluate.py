@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import Array, BadFiles, load_array
+from halfstep_train.data.files import Array, BadFiles
 from halfstep_train.data.loader import Batch
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
 from halfstep_train.workloads.base.kind import Store
@@ -79,11 +79,12 @@ class SlotDetails(SlotMetrics):
         side = round(masks.shape[-1] ** 0.5)
         winners = torch.nn.functional.one_hot(label_pixels(masks, (side, side)).flatten(2), masks.shape[2])
         self._shares.append((winners.sum(2) * is_real.unsqueeze(-1)).sum((0, 1)))
-        if "masks" in batch:
-            true = batch["masks"]
-            labels = label_pixels(masks, (true.shape[-2], true.shape[-1]))
-            scores = self.add_labels(true, labels, masks.shape[2], batch.get("is_real"))
-            self._scored.append((batch["index"], scores))
+        super().update(outputs, batch)
+
+    def add_clips(self, masks: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        scores = super().add_clips(masks, batch)
+        self._scored.append((batch["index"], scores))
+        return scores
 
     def rank_clips(self) -> list[tuple[int, float]]:
         """Return (clip, FG-ARI), worst first; waits for the device."""
@@ -122,8 +123,7 @@ class SlotEvaluation(PlainEvaluation):
             return workload
         samples = workload.train_samples
         assert isinstance(samples, ClipSamples)
-        whole = make_steady_clips(samples.videos, size=samples.size, crop=samples.crop)
-        return replace(workload, val_samples=whole, val_names=whole.list_names())
+        return replace(workload, val_samples=make_steady_clips(samples.videos, size=samples.size, crop=samples.crop))
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple(
@@ -154,7 +154,7 @@ class SlotEvaluation(PlainEvaluation):
 class SlotPredictor:
     """Predictor of SlotContrast: writes a gif, a sheet and an array per video."""
 
-    endings = (*VIDEO_ENDINGS, ".npy", ".tar", *FRAME_ENDINGS)
+    endings = (*VIDEO_ENDINGS, ".tar", *FRAME_ENDINGS)
     config: SlotContrastConfig | SteveConfig
     frozen: dict[str, FrozenPart]
     model: nn.Module
@@ -234,11 +234,6 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     elif item.path.suffix.lower() == ".tar":
         for video in open_shards(item.path.parent, item.path.name, BadFiles("error")):
             yield item.name.with_suffix("") / video.name.rpartition("/")[2], video.read_frames(0, video.num_frames)
-    elif item.path.suffix.lower() == ".npy":
-        frames = np.asarray(load_array(item.path))
-        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-            raise DataError(f"{item.path} contains {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
-        yield item.name.with_suffix(""), frames
     else:
         file = open_video_file(item.path)
         yield item.name.with_suffix(""), file.read_frames(0, file.num_frames)

@@ -93,11 +93,14 @@ class SlotMetrics(Sums):
         self.from_label, self.skip_empty = int(ignore_background), skip_empty
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        if "masks" not in batch:
-            return
+        if "masks" in batch:
+            self.add_clips(outputs["masks"], batch)
+
+    def add_clips(self, masks: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Score soft masks of slots, add to the sums, and return the FG-ARI of each clip."""
         true = batch["masks"]
-        slots = label_pixels(outputs["masks"], (true.shape[-2], true.shape[-1]))
-        self.add_labels(true, slots, outputs["masks"].shape[2], batch.get("is_real"))
+        slots = label_pixels(masks, (true.shape[-2], true.shape[-1]))
+        return self.add_labels(true, slots, masks.shape[2], batch.get("is_real"))
 
     def add_labels(self, true: Tensor, slots: Tensor, num_slots: int, is_real: Tensor | None = None) -> Tensor:
         """Score label maps (B, T, H, W), add to the sums, and return the FG-ARI of each clip. Padding frames do not

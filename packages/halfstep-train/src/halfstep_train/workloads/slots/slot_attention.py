@@ -17,17 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
+from halfstep_train.models.layers import check_heads
 
 EPSILON = 1e-8
 HEADS = 4
 """Attention heads of predictors and decoders in all published configs."""
-
-
-def check_heads(dim: int, heads: int) -> None:
-    if dim % heads:
-        raise ModelError(f"{heads} attention heads for {dim} channels", why="heads must divide channels")
 
 
 class Mlp(nn.Module):

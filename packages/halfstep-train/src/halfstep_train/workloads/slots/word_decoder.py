@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner
 from halfstep_train.kernels.cross_entropy import linear_cross_entropy
-from halfstep_train.workloads.slots.slot_attention import HEADS, check_heads
+from halfstep_train.models.layers import check_heads
+from halfstep_train.workloads.slots.slot_attention import HEADS
 
 
 class CrossAttention(nn.Module):
