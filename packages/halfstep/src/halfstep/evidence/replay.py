@@ -41,7 +41,7 @@ from halfstep.evidence.patches import (
     make_arguments_finite,
     use_autograd_derivative,
 )
-from halfstep.evidence.ranges import LOSS, ROOT, Operation, Range, group_by_module
+from halfstep.evidence.ranges import LOSS, ROOT, Operation
 from halfstep.evidence.samples import draw_samples, drop_samples, take_rows
 from halfstep.evidence.updates import Update
 from halfstep.step.batches import count_samples
@@ -79,16 +79,6 @@ class Replayed:
     def module(self) -> str:
         """Return the module at fault; empty if no operation is."""
         return self.diagnosis.origin.module if self.diagnosis.origin is not None else ""
-
-    def group_ranges(self) -> dict[str, list[tuple[str, Range]]]:
-        """Return each module's range in execution order, by direction, for the figure."""
-        traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)
-        if traced is None:
-            return {}
-        return {
-            word: list(group_by_module(traced, is_backward=word == "backward").items())
-            for word in ("forward", "backward")
-        }
 
     def __str__(self) -> str:
         return "\n".join(self.format_lines())

@@ -196,15 +196,6 @@ def open_or_encode(
         return open_or_write_latents(path, fingerprint_files(root, files, made_with), total, encode)
 
 
-def refuse_uncached(config: RunConfig) -> None:
-    """Refuse `halfstep pack` for a config that trains without latents on disk."""
-    data: Any = config.data
-    if data.cache != "latents":
-        raise ConfigError(
-            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
-        )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentCache:
     """An opened file of latents."""
@@ -299,18 +290,6 @@ class WithColumn:
 
     def files(self) -> Iterable[Path]:
         return self.samples.files() if implements(self.samples, FileSamples) else ()
-
-
-def describe_pack(cache: LatentCache, text: str, **more: object) -> dict[str, object]:
-    """Return the summary that `halfstep pack` prints."""
-    return {
-        "file": str(cache.path),
-        "bytes": cache.path.stat().st_size,
-        "made": cache.is_new,
-        "sha256": cache.checksum,
-        "text": text if cache.is_new else f"{text}; they exist already and match the folder",
-        **more,
-    }
 
 
 # --- training of a VAE ---

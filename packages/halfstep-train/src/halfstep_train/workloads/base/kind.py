@@ -162,10 +162,6 @@ class Kind:
     """Settings, or sections (`model.first_stage.`), that only a new run reads; its store keeps the result."""
     takes_channels_last: bool = False
     """Whether its model accepts the channels_last layout: `x.view(len(x), -1)` after a convolution would raise."""
-    reads_packs: bool = False
-    """Whether `data.cache_file` may be a file that `halfstep pack` made from an image folder."""
-    pack: Part | None = None
-    """(config) -> summary of what `halfstep pack CONFIG.yaml` wrote: `file`, `bytes`, `text` and more."""
     demo: Part | None = None
     """(folder, *, seed): writes demo data in the layout of real data."""
     hint: Part | None = None

@@ -19,7 +19,6 @@ KIND = Kind.from_package(
     __name__,
     config=CLASSIFIER_SCHEMAS,
     kept=("model.replace_head",),
-    reads_packs=True,
     task="classification",
     export_command=ExportCommand("image", ".build:describe_export"),
     usual="resnet50",

@@ -21,7 +21,6 @@ DIFFUSION = Kind.from_package(
     config=DiffusionConfig,
     kept=("model.channels", "model.layers", "model.attention", "model.dropout", "model.conditioning"),
     task="diffusion",
-    pack=".networks:pack",
     export=".build:export",
     sample=PICTURE,
     evaluate=EvaluateCommand(

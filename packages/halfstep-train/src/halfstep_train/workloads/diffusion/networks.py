@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, format_count, suggest_install
+from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, suggest_install
 from halfstep.islands import fp32_island
 from halfstep_train.data import noise
 from halfstep_train.data.files import list_some
@@ -27,11 +27,9 @@ from halfstep_train.workloads.base.frozen_vae import (
     LatentCache,
     WithColumn,
     choose_vae_format,
-    describe_pack,
     describe_resume,
     hash_weights,
     open_or_encode,
-    refuse_uncached,
 )
 from halfstep_train.workloads.base.using import spread_indices
 from halfstep_train.workloads.base.workload import Batch, FrozenPart, OpenedData
@@ -39,7 +37,6 @@ from halfstep_train.workloads.diffusion.config import DiffusionConfig, NoiseConf
 from halfstep_train.workloads.diffusion.data import (
     DiffusionData,
     make_square_samples,
-    open_diffusion_data,
     scale_images,
 )
 from halfstep_train.workloads.diffusion.diffusers_nets import (
@@ -448,19 +445,6 @@ def _open_cached(
         about=(("latents", line),),
         store={"latents_sha256": cache.checksum, "vae_sha256": own, "vae_format": form},
     )
-
-
-def pack(config: DiffusionConfig) -> dict[str, object]:
-    """Encode all images unless a matching cache exists; return the summary for `halfstep pack`."""
-    refuse_uncached(config)
-    config, *_ = adopt_settings(config)
-    data = open_diffusion_data(config.data, config.model.conditioning)
-    parts = open_parts(config, data.classes)
-    form, why = choose_format(config, data, parts)
-    cache = open_latents(config, data, parts.vae, form)
-    images = format_count(len(cache.moments), "image")
-    text = f"latents of {images}, {_describe_views(cache)}, encoded in {form} ({why})"
-    return describe_pack(cache, text, format=form)
 
 
 def _describe_views(cache: LatentCache) -> str:

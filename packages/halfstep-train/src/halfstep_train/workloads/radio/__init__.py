@@ -43,7 +43,6 @@ VAE_KIND = _radio_kind(
 KIND = _radio_kind(
     config=RadioDiffConfig,
     kept=("model.scale_factor", "model.first_stage.", "model.pyramid.weights", "data.image_size"),
-    pack=".first_stage:pack",
     foreign=".foreign:translate_config",
     evaluate=EvaluateCommand(
         ".evaluate:SamplingEvaluation", (_STEPS, Option("part", str, "val", "Which maps: val, test or train"))

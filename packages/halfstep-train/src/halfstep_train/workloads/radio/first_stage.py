@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.disk import parse_json, write_atomically
-from halfstep.errors import ConfigError, ModelError, format_count
+from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import in_fp32
 from halfstep.recompute import set_recompute
 from halfstep.tensor_files import LazyTensors, take, write_tensors
@@ -33,10 +33,8 @@ from halfstep_train.workloads.base.frozen_vae import (
     VaeNet,
     VaeTrainer,
     WithColumn,
-    describe_pack,
     describe_resume,
     open_or_encode,
-    refuse_uncached,
 )
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import OpenedData, Workload
@@ -297,10 +295,3 @@ def open_latents(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Lat
         return to_signed(scale_gain(gain, threshold))
 
     return open_or_encode(config, root, [maps], [files], "gain", to_images, vae, CODEC, threshold=threshold)
-
-
-def pack(config: RadioDiffConfig) -> dict[str, object]:
-    """Encode all training maps unless a matching cache exists; return the summary for `halfstep pack`."""
-    refuse_uncached(config)
-    cache = open_latents(config, find_data(config).train, open_first_stage(config).vae)
-    return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}")
