@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.statements import DEFAULT, list_fields
-from halfstep_train.workloads import KINDS, load
+from halfstep_train.workloads import KINDS, from_dict, load
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
 SCHEMAS = [KINDS[name].get_schema(name) for name in KINDS]
@@ -134,6 +134,15 @@ precision: ${globals.P}
     assert load_text(tmp_path, text, ["globals.B=6"]).config.train.batch_size == 6
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+def test_references_that_multiply_are_refused_before_they_fill_the_memory(as_list: bool) -> None:
+    """Each names the one before ten times: 10^10 characters, or as many items of lists."""
+    tens = [[f"${{globals.a{k}}}"] * 10 for k in range(10)]
+    values = {"a0": "x"} | {f"a{k + 1}": ten if as_list else " ".join(ten) for k, ten in enumerate(tens)}
+    with pytest.raises(ConfigError, match=r"\$\{globals.a\d\} is one of more than 10,000 references"):
+        from_dict("unet", {"globals": values, "data": {"dir": "${globals.a10}"}})
+
+
 def test_guide_3s_batch_size_global_counts_where_nothing_refers_to_it(tmp_path: Path) -> None:
     loaded = load_text(tmp_path, DESIGN_EXAMPLE, ["globals.BATCH_SIZE_PER_GPU=4"])
     assert loaded.config.train.batch_size == 4
@@ -183,6 +192,10 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["data.dir=${env.HOME}"], "only ${globals.NAME} can be referenced"),
         (["data.dir=a${globals.X"], "has a ${ without }"),
         (["globals.A=${globals.B}", "globals.B=${globals.A}"], "refers to itself"),
+        (
+            [f"globals.A{k}=${{globals.A{k + 1}}}" for k in range(30)] + ["globals.A30=1"],
+            "more than 20 references in a row",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_value_place_and_remedy(overrides: Sequence[str], says: str) -> None:

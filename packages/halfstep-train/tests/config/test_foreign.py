@@ -120,6 +120,7 @@ def test_references_are_resolved_as_omegaconf_does() -> None:
         ("a: ${b}\n", "refers to a key that does not exist"),
         ("a: ${b}\nb: ${a}\n", "refers to itself"),
         ("a: ${env:HOME}\n", "is an unknown function"),
+        ("a: ${mul:1e14,1e14}\n", "is larger than 1e"),
         ("a: ${mul:x,2}\n", "not a number"),
         ("a: '${b'\nb: 1\n", "without"),
     ],

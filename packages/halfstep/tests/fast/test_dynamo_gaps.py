@@ -68,18 +68,80 @@ def test_the_users_tensors_keep_their_marks() -> None:
     assert vars(batch) == before
 
 
-@pytest.mark.parametrize(("num", "is_traced"), [(20, True), (100, False)])
-def test_the_eager_path_is_traced_unless_it_is_a_long_loop(num: int, is_traced: bool) -> None:
-    def get_loss(logits: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            for _ in range(num):
-                logits = logits * 1
-        return logits.mean()
+def loop_here(x: Tensor, num: int) -> Tensor:
+    if not torch.compiler.is_compiling():
+        for _ in range(num):
+            x = x * 1
+    return x
 
-    step = train(get_loss, "graph", torch.randn(2, 4))
+
+def loop_while(x: Tensor, num: int) -> Tensor:
+    done = torch.compiler.is_compiling() * num
+    while done < num:
+        x, done = x * 1, done + 1
+    return x
+
+
+def multiply(x: Tensor, num: int) -> Tensor:
+    for _ in range(num):
+        x = x * 1
+    return x
+
+
+def loop_in_a_helper(x: Tensor, num: int) -> Tensor:
+    return x if torch.compiler.is_compiling() else multiply(x, num)
+
+
+@pytest.mark.parametrize("loop", [loop_here, loop_while, loop_in_a_helper])
+@pytest.mark.parametrize(("num", "is_traced"), [(20, True), (100, False)])
+def test_the_eager_path_is_traced_unless_it_is_a_long_loop(num: int, is_traced: bool, loop: Any) -> None:
+    step = train(lambda logits: loop(logits, num).mean(), "graph", torch.randn(2, 4))
     assert step.mode == "graph"
     (tracer,) = step._fast.tracers.values()
     assert (tracer.entries[0].num_nodes > num) == is_traced
+
+
+def test_a_long_loop_is_traced_if_the_compiled_path_differs() -> None:
+    def get_loss(logits: Tensor) -> Tensor:
+        return (logits * 2 if torch.compiler.is_compiling() else multiply(logits, 100)).mean()
+
+    step = train(get_loss, "graph", torch.randn(2, 4))
+    assert step.mode == "graph"
+    assert str(step.certificate).endswith("bit-equal to the eager step and its uncaptured code")
+
+
+def test_what_dynamo_forbids_in_eager_code_leads_to_the_compiled_path() -> None:
+    kept = torch.zeros(3)
+
+    def get_loss(logits: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(kept)
+        return (logits + kept).mean()
+
+    step = train(get_loss, "graph", torch.randn(2, 4))
+    assert step.mode == "graph"
+    # Its compiled path might differ for other values.
+    assert "the eager step up to rounding" in str(step.certificate)
+
+
+def test_graphs_of_code_that_is_traced_anew_leave_their_places() -> None:
+    """A mask that arrives later changes the path, and with it the code of all shapes."""
+    layer = torch.nn.Linear(4, 3)
+
+    def loss_fn(batch: Any) -> Tensor:
+        x, mask = batch
+        if not torch.compiler.is_compiling() and (mask is None or bool(mask.all())):
+            return layer(x).mean()
+        return (layer(x) * (1 if mask is None else mask)).mean()
+
+    with replays_on_cpu():
+        fast = hs.Fast("graph", max_graphs=2)
+        step = hs.Step(layer, torch.optim.AdamW(layer.parameters(), fused=True), "fp32", fast=fast)
+        for number in range(24):
+            x = torch.randn(2 + number % 2, 4)
+            step(loss_fn, [(x, None if number < 12 else torch.ones(len(x), 1))])
+    assert len(step._fast.level.graphs) == 2
+    assert {graph.used_at for graph in step._fast.level.graphs.values()} == {22, 23}
 
 
 @pytest.mark.parametrize("kind", ["random", "numpy"])

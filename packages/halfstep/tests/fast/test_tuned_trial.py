@@ -137,6 +137,22 @@ def test_an_unaligned_linear_layer_may_be_padded(num: int, is_padded: bool, monk
         torch.testing.assert_close(own, usual, rtol=0, atol=0)
 
 
+def test_what_follows_a_padded_layer_may_rely_on_its_strides_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(8, 12, dtype=torch.bfloat16), torch.randn(3, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        named = F.linear(input=x, weight=model.weight, bias=model.bias)
+        single = F.linear(x[0, 0], model.weight[0])  # two vectors
+        return model(x).view(3, -1, 4).sum() + named.view(-1).sum() + single
+
+    graph = trace(run, x)
+    prefer(monkeypatch, "multiply_padded")
+    padded = choose_kernels(graph, CPU)
+    assert list_targets(padded).count("multiply_padded") == 2
+    for usual, own in zip(*(run_traced(one, graph, x, model) for one in (graph, padded)), strict=True):
+        torch.testing.assert_close(own, usual, rtol=0, atol=0)
+
+
 def run_traced(module: GraphModule, graph: GraphModule, x: Tensor, model: nn.Module) -> list[Tensor]:
     """Return the output and the gradients of traced code with the inputs of `graph`."""
     torch.manual_seed(1)

@@ -2,6 +2,9 @@
 
 halfstep's files refer to globals only, `${globals.NAME}`. Files of other projects follow OmegaConf:
 `${trainer.max_steps}` names any key and `${.NUM_GPUS}` one in the same section. Both may multiply: `${mul: a, b}`.
+
+The number of references is bounded. Without a bound a file of one kilobyte could fill the memory: ten keys, each of
+which names the previous one ten times, expand to 10^10 values.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from halfstep.errors import ConfigError
 from halfstep_train.config.section import Plain, parse_scalar
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+MOST_IN_A_ROW = 20
+"""Longest chain of references that lead to one another: a longer one is a mistake, and Python's stack is finite."""
+MOST_LOOKUPS = 10_000
 
 Place = tuple[str, ...]
 Find = Callable[[str, Place, str], tuple[Any, Place]]
@@ -34,6 +40,7 @@ class References:
 
     def __init__(self, find: Find, read: Callable[[str], Any] = lambda text: text) -> None:
         self.find, self.read = find, read
+        self._num_looked_up = 0
 
     def __call__(self, value: Any, place: Place, at: str = "", chain: Place = ()) -> Any:
         """Return `value`, found at `place`, with every reference replaced; `at` names it in errors."""
@@ -65,6 +72,10 @@ class References:
 
     def _look_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
         """Return the value that a reference names, with the references in it replaced."""
+        self._num_looked_up += 1
+        if self._num_looked_up > MOST_LOOKUPS:
+            here = f"{at}: ${{{reference}}} is one of more than {MOST_LOOKUPS:,} references"
+            raise ConfigError(here, fix="use fewer references")
         name, is_function, arguments = reference.partition(":")
         if is_function:
             if name.strip() != "mul":
@@ -75,16 +86,23 @@ class References:
         found, there = self.find(name, place, at)
         named = ".".join(there)
         # `chain` holds the references that led here: meeting one of them again is a cycle.
-        if named in chain:
+        if named in chain or len(chain) >= MOST_IN_A_ROW:
+            what = "refers to itself" if named in chain else f"is one of more than {MOST_IN_A_ROW} references in a row"
             why = " -> ".join((*chain, named))
-            raise ConfigError(f"{at}: ${{{reference}}} refers to itself", why=why, fix="give one of them a plain value")
+            raise ConfigError(f"{at}: ${{{reference}}} {what}", why=why, fix="give one of them a plain value")
         return self(found, there, at, (*chain, named))
 
 
+LARGEST = 1e15
+
+
 def multiply(arguments: str, at: str) -> int | float:
-    """Compute `${mul: a, b}`, the one function in public configs."""
+    """Compute `${mul: a, b}`, the one function in public configs; the size of the result is bounded."""
     factors = [parse_scalar(part.strip()) for part in arguments.split(",")]
     for factor in factors:
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise ConfigError(f"{at} multiplies {factor!r}, which is not a number", fix="write the value itself")
-    return math.prod(factors)  # type: ignore[arg-type]
+    product: int | float = math.prod(factors)  # type: ignore[arg-type]
+    if not abs(product) <= LARGEST:  # NaN fails the comparison
+        raise ConfigError(f"{at} is larger than {LARGEST:g}", fix="write the value itself")
+    return product

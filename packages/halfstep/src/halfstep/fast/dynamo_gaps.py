@@ -9,7 +9,7 @@ is compared with Python code.
   Code outside of torch and halfstep is therefore told that it is not compiled. A function whose eager path cannot be
   traced, such as a `ContextVar`, or is a long loop over time, where compiled code may call one operation, gets the true
   answer, and everything is traced once more. So does the last one that asked if the traced code cannot be captured, or
-  does not equal the eager step.
+  does not equal the eager step. Long loops are traced if nothing else is left.
 - *Branches whose way is known*: on a tensor that is made of constants, such as `torch.ones_like(ids).all()`, or on a
   number from [0, 1) compared with 0 or 1, as in LayerDrop. Every other branch on a tensor is still refused.
 - `x.requires_grad = True` for a tensor that the loss function has made, as reentrant checkpointing and
@@ -28,10 +28,12 @@ import copy
 import dis
 import functools
 import inspect
+import itertools
 import logging
 import operator
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
@@ -81,6 +83,7 @@ GROWING = ("append", "appendleft", "extend", "extendleft", "insert", "__iadd__")
 CONVERSIONS = ("", "!s", "!r", "!a")  # of an f-string, by the flags of FORMAT_VALUE
 ENDS = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
 JUMPS = [name for name in dis.opmap if "JUMP" in name and name.endswith(ENDS)]
+BACKWARD = [name for name in dis.opmap if "JUMP_BACKWARD" in name and not name.endswith(("NONE", "INTERRUPT"))]
 TRANSLATORS = (
     symbolic_convert.InstructionTranslator,
     symbolic_convert.InliningInstructionTranslator,
@@ -89,7 +92,7 @@ TRANSLATORS = (
 NAMESPACES = (torch, torch.nn.functional, operator)
 NUM_CALLERS = 2  # of a function that asks: a library may ask in one function for all others
 MAX_TRUSTED = 8  # functions that get the true answer after all: the loss function is traced anew for each
-MAX_TURNS = 64  # of a loop in a function that was told no
+MAX_TURNS = 64  # of a loop in a function that was told no, or that such a function calls
 TRACES_GRADIENTS = hasattr(torch._dynamo.config, "trace_autograd_ops")
 """Whether Dynamo knows `torch.autograd.grad`: since torch 2.11."""
 CONTAINERS = (ConstDictVariable, ListVariable, TupleVariable)
@@ -105,40 +108,59 @@ class Questions:
 
     def __init__(self) -> None:
         self.last: tuple[CodeType, ...] = ()  # that was told no in this trace
-        self.turns: dict[CodeType, int] = {}  # of loops, in each code that was told no in this trace
-        self._trusted: set[tuple[CodeType, ...]] = set()
+        self.trusted: set[tuple[CodeType, ...]] = set()
+        self._told: set[CodeType] = set()  # in this trace
+        self._turns: Counter[Any] = Counter()  # of the loops of each frame in this trace
+        self._trusts_all, self._has_limit, self._was_limited = False, True, False
+
+    def begin(self) -> None:
+        """Forget what was asked in the last trace."""
+        self.last = ()
+        self._told.clear()
+        self._turns.clear()
 
     def deny(self, tx: Any) -> bool:
         """Return whether the code that Dynamo traces is told no."""
-        asking, caller = list[CodeType](), tx
-        while caller is not None and len(asking) <= NUM_CALLERS:
-            asking.append(caller.f_code)
-            caller = caller.parent
-        if tuple(asking) in self._trusted:
+        asking = tuple(one.f_code for one in itertools.islice(list_frames(tx), NUM_CALLERS + 1))
+        if self._trusts_all or asking in self.trusted:
             return False
-        self.last = tuple(asking)
-        self.turns |= dict.fromkeys(asking, 0)
+        self.last = asking
+        self._told.update(asking)
         return True
 
     def limit_turns(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """Return how a loop goes on: not for long in code that was told no."""
+        """Return how a loop goes on: not for long in code that was told no, or that such code calls."""
 
-        def iterate(tx: Any, instruction: Any) -> None:
-            if tx.f_code in self.turns:
-                self.turns[tx.f_code] += 1
-                if self.turns[tx.f_code] > MAX_TURNS:
+        def jump_back(tx: Any, instruction: Any) -> None:
+            if self._has_limit and self._told and not self._told.isdisjoint(one.f_code for one in list_frames(tx)):
+                self._turns[tx] += 1
+                if self._turns[tx] > MAX_TURNS:
+                    self._was_limited = True
                     refuse("a long loop in code that asks whether it is compiled", tx.f_code.co_name)
             handler(tx, instruction)
 
-        return iterate
+        return jump_back
 
     def trust_last(self) -> bool:
-        """Give the true answer to the code that was told no last: it could not be traced. Return False if none was, or
-        too many are trusted."""
-        if not self.last or len(self._trusted) == MAX_TRUSTED:
+        """Give the true answer to the code that was told no last, or to all code if too many are trusted. If nothing is
+        left to trust, allow long loops. Return False if nothing is left to try."""
+        if self.last and len(self.trusted) == MAX_TRUSTED:
+            self._trusts_all = True
+        elif self.last:
+            self.trusted.add(self.last)
+        elif self._was_limited:
+            self.trusted.clear()
+            self._trusts_all = self._has_limit = self._was_limited = False
+        else:
             return False
-        self._trusted.add(self.last)
         return True
+
+
+def list_frames(tx: Any) -> Iterator[Any]:
+    """Yield what Dynamo traces and its callers."""
+    while tx is not None:
+        yield tx
+        tx = tx.parent
 
 
 @contextlib.contextmanager
@@ -160,16 +182,16 @@ def break_graphs() -> Iterator[None]:
 @contextlib.contextmanager
 def fill_gaps(questions: Questions) -> Iterator[None]:
     """Let Dynamo trace more while this is active."""
-    around = {
-        **dict.fromkeys(JUMPS, jump_if_known),
-        "STORE_ATTR": require_or_store,
-        "FOR_ITER": questions.limit_turns,
-    }
+    around = [
+        *((name, jump_if_known) for name in JUMPS),
+        *((name, questions.limit_turns) for name in BACKWARD),
+        ("STORE_ATTR", require_or_store),
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(answer(questions))
         for translator in TRANSLATORS:
             table: list[Any] = list(translator.dispatch_table)
-            for name, wrap in around.items():
+            for name, wrap in around:
                 handler: Any = table[dis.opmap[name]]
                 table[dis.opmap[name]] = wrap(handler)
             stack.enter_context(mock.patch.object(translator, "dispatch_table", table))
@@ -213,7 +235,7 @@ def keep_quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def answer(questions: Questions) -> Iterator[None]:
     """Answer the questions of the code that Dynamo traces while this is active."""
-    questions.last, questions.turns = (), {}
+    questions.begin()
     handlers = TorchInGraphFunctionVariable._get_handlers()
     answers: dict[Any, Any] = {one: deny(handlers[one], questions) for one in QUESTIONS}
     # Dynamo cannot trace this question. Eager steps, which replays follow, are not captured.

@@ -489,13 +489,19 @@ class FastPath:
 
             if len(self.tracers) >= MAX_TRACERS:
                 self.tracers.popitem(last=False)
-            self.tracers[flags] = TracedLoss(self.step.plan, pure_ops=frozenset(self.options.pure_ops), fp8=self.fp8)
+            pure_ops = frozenset(self.options.pure_ops)
+            self.tracers[flags] = TracedLoss(
+                self.step.plan, pure_ops=pure_ops, fp8=self.fp8, on_forget=self._forget_graphs
+            )
         return self.tracers[flags]
 
+    def _forget_graphs(self) -> None:
+        for level in (self.level, self.compiled, self.tuned):
+            level.graphs.clear()
+        self.has_lost_graphs = self.step.device.type == "cuda"
+
     def _forget_traces(self) -> None:
-        self.level.graphs.clear()
-        self.compiled.graphs.clear()
-        self.tuned.graphs.clear()
+        self._forget_graphs()
         self.tracers.clear()
 
     # --- replays ---

@@ -18,6 +18,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,30 +90,34 @@ def read_arguments(node: Node, *names: str) -> dict[str, Any]:
 # --- self-attention ---
 
 
+def bind_attention(*arguments: Any, **options: Any) -> SimpleNamespace:
+    """Return the arguments of F.multi_head_attention_forward by name."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*arguments, **options)
+    given.apply_defaults()
+    return SimpleNamespace(**given.arguments)
+
+
 def is_plain_self_attention(node: Node) -> bool:
     """True for nn.MultiheadAttention of one tensor with itself, without weights returned or a mask that is read."""
-    given = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    one = given.arguments
-    is_self = one["query"] is one["key"] is one["value"] and not one["use_separate_proj_weight"]
-    is_masked = one["attn_mask"] is not None and not one["is_causal"]
-    others = (one[name] is not None for name in ("bias_k", "key_padding_mask", "static_k", "static_v"))
-    is_plain = not (is_masked or one["need_weights"] or one["add_zero_attn"] or any(others))
-    return is_self and is_plain and read_example(one["query"]).ndim == 3
+    one = bind_attention(*node.args, **node.kwargs)
+    is_self = one.query is one.key is one.value and not one.use_separate_proj_weight
+    is_masked = one.attn_mask is not None and not one.is_causal
+    others = (one.bias_k, one.key_padding_mask, one.static_k, one.static_v)
+    is_plain = not (is_masked or one.need_weights or one.add_zero_attn) and others == (None,) * 4
+    return is_self and is_plain and read_example(one.query).ndim == 3
 
 
-def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, width: int, num_heads: int, weight: Tensor, bias: Tensor | None,
-    bias_k: None, bias_v: None, add_zero_attn: bool, dropout: float, out_weight: Tensor, out_bias: Tensor | None,
-    training: bool = True, is_causal: bool = False, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+def attend_packed(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
     """Attend as F.multi_head_attention_forward does, to views of the projection instead of copies."""
-    length, num, _width = query.shape
-    packed = F.linear(query.transpose(0, 1), weight, bias).view(num, length, 3, num_heads, -1)
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
-    output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout if training else 0.0, is_causal=is_causal)
-    output = F.linear(output.transpose(1, 2).reshape(num, length, width), out_weight, out_bias)
-    return output.transpose(0, 1), None
+    one = bind_attention(*arguments, **options)
+    length, num, width = one.query.shape
+    packed = F.linear(one.query.transpose(0, 1), one.in_proj_weight, one.in_proj_bias)
+    q, k, v = packed.view(num, length, 3, one.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    dropout_p = one.dropout_p if one.training else 0.0
+    output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=one.is_causal)
+    output = output.transpose(1, 2).reshape(num, length, width)
+    # What follows may rely on the strides. Compiled code copies nothing for them.
+    return F.linear(output, one.out_proj_weight, one.out_proj_bias).transpose(0, 1).contiguous(), None
 
 
 # --- linear layers whose outputs are not aligned ---
@@ -120,16 +125,16 @@ def attend_packed(
 
 def is_unaligned(node: Node) -> bool:
     """True for a product in half precision with rows that tensor cores cannot read as they are."""
-    output = find_output(node.meta["example_value"])
-    return output.dtype.itemsize == 2 and output.shape[-1] % TENSOR_CORE != 0
+    weight, dtype = read_arguments(node, "input", "weight")["weight"], node.meta["example_value"].dtype
+    return dtype.itemsize == 2 and weight.ndim == 2 and len(weight) % TENSOR_CORE != 0
 
 
-def multiply_padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_padded(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear with a weight that is padded with zeros, and leave out the outputs of these."""
     padding = -len(weight) % ALIGNMENT
     weight = F.pad(weight, (0, 0, 0, padding))
     bias = None if bias is None else F.pad(bias, (0, padding))
-    return F.linear(x, weight, bias)[..., : len(weight) - padding]
+    return F.linear(input, weight, bias)[..., : len(weight) - padding].contiguous()  # as above
 
 
 # --- depthwise convolutions ---
@@ -227,5 +232,5 @@ def time_call(run: Run, given: tuple[Any, Any], dtype: torch.dtype, device: torc
 
         forward_and_backward()
         return Driver().time_run(forward_and_backward, str(device), work="a call")
-    except RuntimeError:  # no kernel for these shapes, or no memory
+    except Exception:  # no kernel for these shapes, no memory, or arguments in another form
         return UNTIMED

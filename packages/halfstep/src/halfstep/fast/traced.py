@@ -46,7 +46,7 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule, Node, has_side_effect
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
@@ -102,8 +102,16 @@ class NoEntry(Exception):
 class TracedLoss:
     """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
 
-    def __init__(self, plan: Plan, *, pure_ops: frozenset[str] = frozenset(), fp8: Fp8Trial | None = None) -> None:
-        self.plan, self.device, self.fp8 = plan, torch.device(plan.device), fp8
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        pure_ops: frozenset[str] = frozenset(),
+        fp8: Fp8Trial | None = None,
+        on_forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_forget` is called when the entries are traced anew, so that no graph of them is used again."""
+        self.plan, self.device, self.fp8, self.on_forget = plan, torch.device(plan.device), fp8, on_forget
         self.pure_ops = PURE | pure_ops
         self._autocast = self._make_autocast()
         self.entries: list[Entry] = []
@@ -152,7 +160,8 @@ class TracedLoss:
                     result = None
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
-        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:  # the latter comes as itself in torch 2.11
+        # The second comes as itself in torch 2.11, the third from functions that Dynamo forbids, such as mark_dynamic.
+        except (TorchDynamoException, GuardOnDataDependentSymNode, AssertionError) as error:
             if not self.take_compiled_path(explain(error)):
                 raise NotTracedWhole(self.reason) from None
             return self(loss_fn, batch, before_new, only_looks=only_looks)
@@ -171,6 +180,7 @@ class TracedLoss:
         reset_code(self._function.__code__)
         self.entries.clear()
         self._streaks.clear()
+        self.on_forget()
         return True
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -231,7 +241,8 @@ class TracedLoss:
         entry.has_side_effects, wrong = find_side_effects()
         entry.why_not = entry.why_not or wrong
         targets = [getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes]
-        entry.rounds_by_data = not BY_DATA.isdisjoint(targets)
+        # A library that masks its attention in compiled code may leave the mask out in eager code, for some values.
+        entry.rounds_by_data = bool(self._callback.questions.trusted) or not BY_DATA.isdisjoint(targets)
         entry.compile("aten")
         entry.why_not = entry.why_not or find_repeated(module, entry)
         if entry.why_not:
@@ -709,6 +720,8 @@ def find_obstacle(graph: GraphModule, device: torch.device, pure_ops: frozenset[
         if node.op != "call_function":
             continue
         name, namespace = str(node.target), getattr(node.target, "namespace", "")
+        if free_unbacked_symbols(node.meta.get("val")):
+            return f"the size of what {name} returns depends on values{find_line(node)}"
         if "_local_scalar_dense" in name:
             return f"a number is read from a tensor, as .item() does{find_line(node)}"
         said = f"{namespace}::{name.split('.')[1]}" if namespace else ""
