@@ -160,8 +160,9 @@ def test_a_damaged_checkpoint_is_refused_by_name(unet: Path, tmp_path: Path) -> 
     assert best is not None
     weights = best / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=f"checkpoint {best.name} is damaged"):
+    with pytest.raises(CheckpointError, match=f"checkpoint {best.name} is damaged") as damaged:
         evaluated(run)
+    assert "--checkpoint last" in damaged.value.fix
 
 
 @pytest.mark.slow

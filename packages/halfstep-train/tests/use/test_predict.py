@@ -193,6 +193,7 @@ def test_ctrl_c_ends_after_the_current_file_and_keeps_what_is_written(unet: Path
     assert stopped.value.what == f"stopped by Ctrl-C: 3 of {num} predictions are written to {out}"
     assert stopped.value.exit_code == 130
     assert len(list((out / "masks").iterdir())) == len(list((out / "overlays").iterdir())) == 3
+    assert len(json.loads((out / "predictions.json").read_text())["predictions"]) == 3
     with pytest.raises(CheckpointError, match="already exists"):
         predicted(unet, unet / "data" / "imgs", out=out)
 

@@ -54,7 +54,7 @@ def command(
         ),
     ] = None,
     budget: Annotated[str | None, option("Stop after this total time: 90s, 30m, 8h.", metavar="30m")] = None,
-    price: Annotated[float | None, option("Price of one device hour.")] = None,
+    price: Annotated[float | None, option("Price of one device hour.", min=0)] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
     strict: Strict = None,
     out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,

@@ -35,7 +35,7 @@ BLOCK_BYTES = 1 << 20
 VERIFIED_BYTES = 4 << 30
 """Most bytes that are checked on opening; of a larger file this many, evenly spread (about one second per GB)."""
 CRC_THREADS = 4
-ELSEWHERE = "choose a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
+ELSEWHERE = "choose a file elsewhere: data.cache_file=FILE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

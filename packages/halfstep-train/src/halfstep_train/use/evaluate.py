@@ -88,7 +88,12 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
     path, notes = _choose_checkpoint(folder.open_checkpoints(), checkpoint)
-    return OpenedRun(folder=folder, config=config, path=path, checkpoint=load(path), notes=notes)
+    try:
+        opened = load(path)
+    except CheckpointError as error:
+        fix = "choose another one with --checkpoint last or STEP, or continue the run, which goes back to a whole one"
+        raise CheckpointError(error.what, why=error.why, fix=error.fix or fix) from error
+    return OpenedRun(folder=folder, config=config, path=path, checkpoint=opened, notes=notes)
 
 
 def check_frozen_parts(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:

@@ -119,13 +119,8 @@ def predict(
                 + (f"; {folder} may contain an incomplete file" if has_files else "; nothing was written"),
                 fix=f"remove {folder}, or choose another folder with --out" if has_files else "",
             ) from None
-        if asked_to_stop and bar.done < bar.total:
-            name = signal.Signals(asked_to_stop.exit_code - 128).name
-            num = f"{len(answers):,} of {format_count(len(answers) + bar.total - bar.done, 'prediction')}"
-            where = f"are written to {folder}" if folder and answers else "are done; nothing was written"
-            by = "Ctrl-C" if name == "SIGINT" else name
-            raise Interrupted(f"stopped by {by}: {num} {where}", exit_code=asked_to_stop.exit_code)
-        if failed:
+        is_interrupted = asked_to_stop and bar.done < bar.total
+        if failed and not is_interrupted:
             _refuse_none_usable(answers, failed)
         made = Predictions(
             **run.collect_facts(plan),
@@ -134,8 +129,14 @@ def predict(
             out=str(folder) if folder else None,
             seconds=round(clock.elapsed_s, 2),
         )
-        if folder:
+        if folder and (answers or not is_interrupted):
             write_atomically(folder / "predictions.json", made.to_json() + "\n")
+        if is_interrupted:
+            name = signal.Signals(asked_to_stop.exit_code - 128).name
+            num = f"{len(answers):,} of {format_count(len(answers) + bar.total - bar.done, 'prediction')}"
+            where = f"are written to {folder}" if folder and answers else "are done; nothing was written"
+            by = "Ctrl-C" if name == "SIGINT" else name
+            raise Interrupted(f"stopped by {by}: {num} {where}", exit_code=asked_to_stop.exit_code)
     return made
 
 
@@ -146,7 +147,8 @@ def _find_command(workload: str) -> PredictCommand:
         raise ConfigError(
             f"halfstep predict does not support {workload}",
             why="its Kind defines no predictor",
-            fix=f"define one (examples/own_workload.py shows how); supported workloads: {able}",
+            fix="use halfstep evaluate, or define a predictor for a workload of yours (examples/own_workload.py shows "
+            f"how); supported workloads: {able}",
         )
     return command
 

@@ -346,6 +346,8 @@ def _iterate_frames(path: Path) -> Iterator[Array]:
             with Image.open(path) as picture:
                 for frame in ImageSequence.Iterator(picture):
                     yield np.asarray(frame.convert("RGB"))
+        elif path.suffix.lower() not in DECODED:
+            raise DataError(f"{path} is not a video", fix="give a video, a shard (.tar) or a folder of frames")
         else:
             av = import_optional("av", str(path), "pip install av, or save the frames as images: one folder per video")
             with av.open(str(path)) as container:
