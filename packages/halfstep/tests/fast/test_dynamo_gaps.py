@@ -124,6 +124,23 @@ def test_what_dynamo_forbids_in_eager_code_leads_to_the_compiled_path() -> None:
     assert "the eager step up to rounding" in str(step.certificate)
 
 
+def test_an_assertion_of_the_loss_function_reaches_the_loop() -> None:
+    layer, limits = torch.nn.Linear(4, 3), {"steps": 8}
+
+    def loss_fn(x: Tensor) -> Tensor:
+        assert limits["steps"], "no step is left"
+        return layer(x).mean()
+
+    with replays_on_cpu():
+        step = hs.Step(layer, torch.optim.AdamW(layer.parameters(), fused=True), "fp32", fast="graph")
+        for _ in range(8):
+            step(loss_fn, [torch.randn(2, 4)])
+        assert step.mode == "graph"
+        limits["steps"] = 0
+        with pytest.raises(AssertionError, match="no step is left"):
+            step(loss_fn, [torch.randn(2, 4)])
+
+
 def test_graphs_of_code_that_is_traced_anew_leave_their_places() -> None:
     """A mask that arrives later changes the path, and with it the code of all shapes."""
     layer = torch.nn.Linear(4, 3)
