@@ -194,7 +194,7 @@ def test_ctrl_c_keeps_the_samples_that_are_drawn(data: Path, tmp_path: Path) -> 
     run, out = train(settings("diffusion", data, train__max_steps=1), out=tmp_path / "run"), tmp_path / "out"
     with press_ctrl_c(after=2), pytest.raises(Interrupted, match="2 of 4 predictions are written"):
         predicted(run, out, num=4, steps=2, seed=3)
-    assert {path.name for path in out.iterdir()} == {"0000.png", "0001.png"}
+    assert {path.name for path in out.iterdir()} == {"0000.png", "0001.png", "predictions.json"}
 
 
 def test_evaluation_scores_both_weights_and_measures_distances(data: Path, tmp_path: Path) -> None:
