@@ -95,10 +95,6 @@ class LookedUp(Exception):
     """The entry of a call is known, and its Python code has not run: Dynamo applies all side effects afterwards."""
 
 
-class Forbidden(Exception):
-    """Dynamo asserts that it does not trace a function, such as `mark_dynamic`. Not an assertion of the user's code."""
-
-
 class NoEntry(Exception):
     """No entry fits the Python values and shapes of a call."""
 
@@ -164,8 +160,8 @@ class TracedLoss:
                     result = None
                     if len(self.entries) > num_entries == 0:
                         self._look_up_once(loss_fn, batch)
-        # The second comes as itself in torch 2.11.
-        except (TorchDynamoException, GuardOnDataDependentSymNode, Forbidden) as error:
+        # The second comes as itself in torch 2.11, the third from functions that Dynamo forbids, such as mark_dynamic.
+        except (TorchDynamoException, GuardOnDataDependentSymNode, AssertionError) as error:
             if not self.take_compiled_path(explain(error)):
                 raise NotTracedWhole(self.reason) from None
             return self(loss_fn, batch, before_new, only_looks=only_looks)
@@ -422,10 +418,7 @@ class TraceCallback:
             mark_static(self.batch),
             keep_quiet(),
         ):
-            try:
-                return self._torchdynamo_orig_backend(frame, *arguments)
-            except AssertionError as error:
-                raise Forbidden(str(error)) from error
+            return self._torchdynamo_orig_backend(frame, *arguments)
 
 
 @contextlib.contextmanager
