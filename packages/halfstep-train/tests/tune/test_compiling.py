@@ -237,7 +237,7 @@ def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_un
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """torch's loggers pass nothing up; here they do. Nobody has asked for their words."""
+    """torch's loggers pass nothing up; here they do. The user has not asked for their messages."""
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     logger = logging.getLogger("torch._dynamo")
     former = logger.propagate

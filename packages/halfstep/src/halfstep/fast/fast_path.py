@@ -607,7 +607,7 @@ class FastPath:
     def _compare_with_eager(self, attempt: Attempt) -> bool:
         """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of
         the traced code, from the same state. Return False, with nothing done, if that would take too much time. Raise
-        NotTraced if they differ; the step is made all the same."""
+        NotTraced if they differ; the step is made anyway."""
         tracer, batches = self._find_tracer(), attempt.batches
         first = tracer(attempt.loss_fn, batches[0], only_looks=True)  # raises where it cannot be traced
         first.note_changing()
