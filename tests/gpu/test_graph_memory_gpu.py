@@ -128,6 +128,31 @@ def test_a_graph_that_is_dropped_while_it_runs_ends_before_its_memory_is_gone() 
     assert all(bool(parameter.isfinite().all()) for parameter in step.model.parameters())
 
 
+def test_a_graph_outlives_the_one_captured_before_it() -> None:
+    """cuBLAS would keep the workspace of both in the memory of the first, until torch's own graphs clear it."""
+    steps = [make_step("sgd", "fp32", device="cuda") for _ in range(2)]
+    batches = [batch(k, device="cuda") for k in range(UNCAPTURED)]
+    rows = torch.ones(64, 2**18, device="cuda", dtype=torch.bfloat16)
+    graphs = []
+    for step in steps:
+        # The partial sums of a product of long vectors are in cuBLAS's workspace.
+        split = add_product(loss_of(step.model), rows)
+        for b in batches:
+            step(split, [b])
+        graphs.append(GraphedStep(step, split, batches[:1], torch.cuda.graph_pool_handle()))
+    del graphs[0]
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    for b in batches * 5:
+        graphs[0]([b])
+    torch.cuda.synchronize()
+    assert all(bool(parameter.isfinite().all()) for parameter in steps[1].model.parameters())
+
+
+def add_product(loss: Callable[[dict[str, Tensor]], Tensor], rows: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
+    return lambda b: loss(b) + 0 * (rows @ rows.T)[0, 0].float()
+
+
 def slow_loss_of(step: GuardedStep) -> Callable[[dict[str, Tensor]], Tensor]:
     """With some milliseconds of work in memory of its own."""
     loss = loss_of(step.model)

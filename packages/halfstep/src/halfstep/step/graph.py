@@ -129,7 +129,7 @@ class GraphedStep:
             try:
                 # thread_local: other threads (loader, logger) may use the device during the capture.
                 capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
-                with use_growing_segments(), capture:
+                with use_growing_segments(), use_own_workspace(), capture:
                     try:
                         return self._record(loss_fn)
                     except Exception as error:
@@ -254,6 +254,19 @@ def _make_fused_capturable(step: GuardedStep) -> None:
 
 
 # --- the memory a graph keeps for its replays ---
+# cuBLAS keeps one workspace for each stream, wherever it was first allocated: in the memory of the first graph captured
+# on it. Later graphs would write there when that graph is gone, so each allocates its own.
+
+
+@contextlib.contextmanager
+def use_own_workspace() -> Iterator[None]:
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 # torch's allocator takes memory from the driver in segments of fixed size. Outside of a graph a gap in one is reused by
 # the next step or freed; a graph's segments stay reserved while it lives. In an expandable segment, one range of
 # addresses that grows at its end, freed neighbours are joined and hardly a gap remains.
