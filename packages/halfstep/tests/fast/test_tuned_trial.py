@@ -371,6 +371,17 @@ def test_a_short_run_is_not_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "tune" not in said
 
 
+def test_what_was_tried_is_not_expected_of_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand steps of milliseconds do not take 100 seconds because one of them also timed replays for a second."""
+    times = itertools.cycle([2.0, 1.0])
+    monkeypatch.setattr(compiled_trial, "time_replays", lambda *_: time.sleep(0.5) or next(times))
+    monkeypatch.setattr(tuned_trial, "MOST_COMPILING", 0.0)
+    step, _ = train(make_small(), 8, fast=hs.Fast("auto", num_steps=1000))
+    path = step._fast
+    assert path.compiled.num_replays >= 2
+    assert compiled_trial.measure_rest(path, path.compiled) < 100
+
+
 # --- Inductor's part ---
 
 

@@ -227,10 +227,9 @@ class FastPath:
         self.by_compiler: set[int] = set()  # attempted steps in flight that compiled code made
         self.rates = HandRates(step)
         self.in_steps_s = 0.0
-        """Seconds spent in steps: what the loop does in between, such as validation, pays for no check, and compiling
-        does not shorten it."""
-        self.aside_s = self.aside_before_s = 0.0
-        """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
+        """Seconds spent in earlier steps, without what was done aside. What the loop does in between, such as
+        validation, pays for no check."""
+        self.aside_s = 0.0  # in the present step: tracing, compiling, capturing and comparing
         self.last_s = 0.0  # of these, seconds of what was done last
         self.compare_s = 0.0  # of these, seconds of comparing new entries
         self.has_lost_graphs = False  # whether memory of graphs that were given up is still reserved
@@ -337,7 +336,6 @@ class FastPath:
         is_ledger_open = self.step.observed is not contextlib.nullcontext  # what hs.ledger observes has to run
         if self.state is State.EAGER or number < self.first + WARMUP_STEPS or is_ledger_open:
             return eager(loss_fn)
-        self.aside_before_s = self.aside_s
         if self.state is State.PARTS:
             return self.parts.make_step(loss_fn, window, eager)
         attempt = Attempt(window, loss_fn=loss_fn, eager=eager, number=number, shapes=self.shapes)
@@ -602,7 +600,7 @@ class FastPath:
 
     def measure_step(self) -> float:
         """Return the seconds of a step, without what is done aside."""
-        return (self.in_steps_s - self.aside_before_s) / max(1, self.step.attempted - self.first)
+        return self.in_steps_s / max(1, self.step.attempted - self.first)
 
     def _compare_with_eager(self, attempt: Attempt) -> bool:
         """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of

@@ -394,11 +394,11 @@ class TraceCallback:
         self.questions = Questions()
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
-        if self.only_looks_up and frame.f_code is self._code:
-            raise NoEntry
-        if self.only_looks_up:
+        if frame.f_code is not self._code:
             # A Python function that an entry calls: run it as it is. One of torch's own is never looked at again.
             return ConvertFrameReturn(apply_to_code=trace_rules.check(frame.f_code))
+        if self.only_looks_up:
+            raise NoEntry
         self.before_new()
         config: Any = torch._dynamo.config
         ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"

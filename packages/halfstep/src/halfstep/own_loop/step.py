@@ -276,7 +276,8 @@ class Step:
                 # Waits for the step before the last, so that this is its time.
                 self._verdicts.act_on(self._guard.watch(facts))
             finally:
-                self._fast.in_steps_s += time.monotonic() - began
+                self._fast.in_steps_s += time.monotonic() - began - self._fast.aside_s
+                self._fast.aside_s = 0.0
         return Outcome(facts)
 
     def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:
