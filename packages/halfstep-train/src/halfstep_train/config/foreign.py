@@ -126,12 +126,9 @@ def find_section(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | No
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     changed: dict[str, Any] = copy.deepcopy(dict(values))
     for statement in parse_overrides(overrides):
-        *parents, name = statement.path.split(".")
-        section = changed
-        for parent in parents:
-            # Exists: only overrides inside sections of the file get here.
-            section = section[parent]
-        section[name] = statement.value
+        section = find_section(changed, statement.path)
+        assert isinstance(section, dict), "only overrides inside sections of the file get here"
+        section[statement.path.rpartition(".")[2]] = statement.value
     return changed
 
 

@@ -214,7 +214,7 @@ def translate_globals(statements: Sequence[Statement], used: set[str]) -> list[S
 
 def find_setting(key: str) -> str:
     """Return the setting that an alias of all workloads names, or the key itself."""
-    return KEY_ALIASES[key].path if key in KEY_ALIASES else PER_RANK_KEYS.get(key, key)
+    return KEY_ALIASES.get(key) or PER_RANK_KEYS.get(key, key)
 
 
 def multiply_by_ranks(statement: Statement, num_ranks: int) -> Statement | None:

@@ -5,10 +5,8 @@ A workload subclasses `RunConfig` and its `DataConfig` and `ModelConfig` where i
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
@@ -377,19 +375,6 @@ class LogConfig(Section):
         return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSettings:
-    """The sections of a config from which a step is built."""
-
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    train: TrainConfig
-    guard: GuardConfig
-    scaler: ScalerConfig
-    ema: EmaConfig
-    precision: PrecisionConfig
-
-
 class RunConfig(Section):
     """The config of one run."""
 
@@ -431,10 +416,6 @@ class RunConfig(Section):
         if not is_device(value):
             raise ValueError("there is no such kind of device")
         return value
-
-    @property
-    def step_settings(self) -> StepSettings:
-        return StepSettings(**{one.name: getattr(self, one.name) for one in dataclasses.fields(StepSettings)})
 
     def replace(self, **sections: Mapping[str, Any]) -> Self:
         """Return a copy with other values in some of its sections; nothing is validated again."""

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from halfstep.errors import ConfigError, suggest_nearest
 from halfstep.precision.names import MIXED, PRECISION_NAMES, normalise_precision
-from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
+from halfstep_train.config.aliases import CONVERSIONS, HABITS, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 from halfstep_train.config.section import NULLS, Plain, Section, parse_scalar
 from halfstep_train.config.yaml_source import Document, parse_flow
 
@@ -223,8 +223,9 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
         return None
     # Some workloads lack the setting that an alias names.
     alias = KEY_ALIASES.get(path)
-    if alias is not None and alias.path in list_fields(schema):
-        return replace(statement, path=alias.path, value=alias.convert(statement.value))
+    if alias is not None and alias in list_fields(schema):
+        convert = CONVERSIONS.get(alias)
+        return replace(statement, path=alias, value=convert(statement.value) if convert else statement.value)
     if path in list_sections(schema):
         example = next((key for key in list_fields(schema) if key.startswith(path + ".")), f"{path}.NAME")
         raise ConfigError(
@@ -244,7 +245,7 @@ def suggest_key(path: str, schema: type[Section]) -> str:
     """Suggest up to three settings whose last name begins like this one's, or else is the most similar."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
     names |= dict(zip(PER_RANK_KEYS, PER_RANK_KEYS, strict=True))
-    names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in list_fields(schema)}
+    names |= {key: path for key, path in KEY_ALIASES.items() if path in list_fields(schema)}
     names |= {key: key for key in list_fields(schema)}
     settings: dict[str, list[str]] = {}
     for spelling, setting in names.items():

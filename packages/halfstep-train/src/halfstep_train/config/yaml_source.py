@@ -150,14 +150,13 @@ class Walk:
 
     def read_value(self, node: yaml.Node, path: tuple[str, ...], depth: int = 0) -> object:
         self.num_visited += 1
-        line = node.start_mark.line + 1
         # An anchor that contains itself ends here, too.
         if self.num_visited > MAX_NODES or depth >= MAX_DEPTH:
             why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
-            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why, fix="use fewer aliases")
+            raise self.make_error(node, "too large or nested too deeply", fix="use fewer aliases", why=why)
         if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
+            raise self.make_error(node, f"the tag {tag} is not allowed", fix="write the plain value")
         if isinstance(node, yaml.MappingNode):
             return self.read_mapping(node, path, depth + 1)
         if isinstance(node, yaml.SequenceNode):
@@ -175,8 +174,8 @@ class Walk:
                 values = self.read_bases(value_node, path, depth)
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(
-                    f"{self.name}:{line}: a key must be text, not a list or a mapping", fix="write `name: value`"
+                raise self.make_error(
+                    key_node, "a key must be text, not a list or a mapping", fix="write `name: value`"
                 )
             if key in first_lines:
                 both = f"lines {first_lines[key]} and {line}"
@@ -186,9 +185,7 @@ class Walk:
             name, colon, value = key.partition(":")
             # YAML reads `{a:1}` as the key `a:1` without a value.
             if node.flow_style and colon and value and is_unquoted(key_node) and value_node.value == "":
-                raise ConfigError(
-                    f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"
-                )
+                raise self.make_error(key_node, f"{key!r} has no space after its colon", fix=f"{{{name}: {value}}}")
             first_lines[key] = self.lines[(*path, key)] = line
             values[key] = self.read_value(value_node, (*path, key), depth)
         return values
@@ -199,12 +196,13 @@ class Walk:
         for base in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             values = self.read_value(base, path, depth)
             if not isinstance(values, dict):
-                raise ConfigError(
-                    f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}",
-                    fix="refer to a mapping by its anchor: `<<: *NAME`",
-                )
+                anchor = "refer to a mapping by its anchor: `<<: *NAME`"
+                raise self.make_error(base, f"`<<` merges mappings, not {values!r}", fix=anchor)
             merged = {**values, **merged}
         return merged
+
+    def make_error(self, node: yaml.Node, what: str, *, fix: str, why: str = "") -> ConfigError:
+        return ConfigError(f"{self.name}:{node.start_mark.line + 1}: {what}", why=why, fix=fix)
 
 
 def is_merge(key_node: yaml.Node) -> bool:

@@ -44,8 +44,8 @@ from halfstep.step.schedule import PlateauFactor, Schedule, ScheduleOptions, bui
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
-from halfstep_train.config.schema import LogConfig, RunConfig, ScheduleConfig, StepSettings, TrainConfig
-from halfstep_train.config.section import Section
+from halfstep_train.config.schema import LogConfig, RunConfig, ScheduleConfig, TrainConfig
+from halfstep_train.config.section import Section, fill_from_settings
 from halfstep_train.data.loader import Loader
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.folder import make_paths_absolute
@@ -161,7 +161,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     phases, phased = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
     ema_options = config.ema.model_dump(exclude={"enabled"})
     step = phased or make_step(
-        config.step_settings,
+        config,
         model,
         plan,
         setting,
@@ -240,7 +240,7 @@ def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -
 
 
 def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
-    options = GuardOptions(**select_options(config.guard, GuardOptions))
+    options = fill_from_settings(GuardOptions, config.guard)
     names = [phase.name for phase in workload.phases]
     how: dict[str, Any] = {"scaling": plan.needs_loss_scaling, "min_scale": config.scaler.min_scale}
     guard = PhasedGuard(options, names, **how) if names else Guard(options, **how)
@@ -300,12 +300,12 @@ def assemble_phases(
     scaler = SharedScaler(
         torch.device(plan.device),
         enabled=plan.needs_loss_scaling,
-        options=ScalerOptions(**select_options(config.scaler, ScalerOptions)),
+        options=fill_from_settings(ScalerOptions, config.scaler),
         accumulate=config.train.accumulate,
     )
     assembled = []
     for phase in workload.phases:
-        own = configure_phase(config.step_settings, phase)
+        own = configure_phase(config, phase)
         names = averaged[phase.name]
         # A phase may replace forward; its loss always replaces the workload's.
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
@@ -332,8 +332,8 @@ def assemble_phases(
     return tuple(assembled), PhasedStep({own.phase.name: own.step for own in assembled}, scaler)
 
 
-def configure_phase(settings: StepSettings, phase: Phase) -> StepSettings:
-    return override_sections(settings, f"phase {phase.name}", phase.optimizer, phase.schedule)
+def configure_phase(config: RunConfig, phase: Phase) -> RunConfig:
+    return override_sections(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 
 def make_all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
@@ -446,7 +446,7 @@ class Length(NamedTuple):
 
 
 def make_step(
-    settings: StepSettings,
+    config: RunConfig,
     model: nn.Module,
     plan: Plan,
     setting: MemorySetting,
@@ -461,8 +461,8 @@ def make_step(
     kind: type[AnyStep] = GuardedStep,  # type: ignore[assignment]
 ) -> AnyStep:
     """Build the step over the parameters in `parts` (modules or parameters by name; empty: all)."""
-    guard, train = settings.guard, settings.train
-    optimizer, schedules = build_optimizer(settings, model, setting, length, parts=parts, groups=groups)
+    guard, train = config.guard, config.train
+    optimizer, schedules = build_optimizer(config, model, setting, length, parts=parts, groups=groups)
     step = kind(
         model,
         optimizer,
@@ -470,7 +470,7 @@ def make_step(
         accumulate=train.accumulate,
         clip=Clip(limit=train.clip_norm, kind=train.clip_type),
         schedules=schedules,
-        scaler=scaler or ScalerOptions(**select_options(settings.scaler, ScalerOptions)),
+        scaler=scaler or fill_from_settings(ScalerOptions, config.scaler),
         ema=ema,
         values=values,
         ranks=ranks,
@@ -483,7 +483,7 @@ def make_step(
 
 
 def build_optimizer(
-    settings: StepSettings,
+    config: RunConfig,
     model: nn.Module,
     setting: MemorySetting,
     length: Length,
@@ -492,7 +492,7 @@ def build_optimizer(
     groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
     """Build the optimizer over the parameters in `parts`, and its schedule or one schedule per parameter group."""
-    o, train = settings.optimizer, settings.train
+    o, train = config.optimizer, config.train
     if o.moment_bits == 8:
         if o.name != "adamw":
             raise ConfigError(
@@ -508,16 +508,16 @@ def build_optimizer(
         # A group without trained parameters would make an empty parameter group.
         if groups and not names:
             continue
-        own = settings
+        own = config
         if group is not None:
             # Without the group's learning rate, which its parameter groups get below.
             decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-            own = override_sections(settings, f"the group of {', '.join(group.modules)}", decay, group.schedule)
+            own = override_sections(config, f"the group of {', '.join(group.modules)}", decay, group.schedule)
         made = make_parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_make_schedule_options(own.schedule, length))] * len(made)
-    half = {"rounding": settings.precision.rounding, "seed": train.seed}
+    half = {"rounding": config.precision.rounding, "seed": train.seed}
     optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.collect_options(), **half)  # type: ignore[arg-type]
     # Without groups all parameter groups (with and without weight decay) share one schedule.
     return optimizer, schedules if groups else schedules[:1]
@@ -548,20 +548,20 @@ def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
 
 
 def override_sections(
-    settings: StepSettings, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]
-) -> StepSettings:
-    """Return the run's settings with the overrides of a workload's phase or group."""
-    if schedule.get("name", settings.schedule.name) == "plateau" != settings.schedule.name:
+    config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> RunConfig:
+    """Return the run's config with the overrides of a workload's phase or group."""
+    if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
         raise ConfigError(
             f"{who} asks for the plateau schedule",
             why="a plateau of the validation metric cuts all learning rates together",
             fix="schedule.name=plateau in the config, or another schedule here",
         )
-    return dataclasses.replace(
-        settings,
-        optimizer=_change_section(settings.optimizer, optimizer, f"{who}: optimizer"),
-        schedule=_change_section(settings.schedule, schedule, f"{who}: schedule"),
-    )
+    changed = {
+        "optimizer": _change_section(config.optimizer, optimizer, f"{who}: optimizer"),
+        "schedule": _change_section(config.schedule, schedule, f"{who}: schedule"),
+    }
+    return config.model_copy(update=changed)
 
 
 def _change_section(section: AnySection, changes: Mapping[str, Any], where: str) -> AnySection:
@@ -586,12 +586,7 @@ def _make_schedule_options(s: ScheduleConfig, length: Length) -> ScheduleOptions
     if s.warmup_steps is None:
         # At most a tenth of the run: a warmup by epochs could otherwise be most of a short run.
         warmup = min(warmup, max(total_steps // 10, 1))
-    shape = {name: value for name, value in select_options(s, ScheduleOptions).items() if name != "warmup_steps"}
+    more: dict[str, Any] = {"gamma": s.factor, "total_steps": total_steps, "warmup_steps": warmup}
     if not isinstance(s.milestones, tuple) or not s.milestones:
-        shape |= {"milestones": (), "step_size": s.milestones or CUT_EVERY}
-    return ScheduleOptions(**shape, gamma=s.factor, total_steps=total_steps, warmup_steps=warmup)
-
-
-def select_options(section: Any, options: type) -> dict[str, Any]:
-    """Return the values of a config section whose names an options class in `step` shares."""
-    return {name: value for name, value in section.model_dump().items() if name in options.__dataclass_fields__}  # type: ignore[attr-defined]
+        more |= {"milestones": (), "step_size": s.milestones or CUT_EVERY}
+    return fill_from_settings(ScheduleOptions, s, **more)

@@ -255,9 +255,7 @@ def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]
     num_batches = math.ceil(len(parts.workload.train_samples) / config.train.batch_size)
     length = Length.of(config.train, num_batches)
     setting = MemorySetting(**parts.plan.memory)
-    optimizer, schedules = build_optimizer(
-        config.step_settings, parts.model, setting, length, groups=parts.workload.groups
-    )
+    optimizer, schedules = build_optimizer(config, parts.model, setting, length, groups=parts.workload.groups)
     return lambda committed: float(optimizer.param_groups[0]["lr"]) * schedules[0](committed)
 
 

@@ -246,11 +246,11 @@ class TraceableStep:
                 parameter.requires_grad_(wanted[name])
 
     def _build_optimizer(self, phase: Phase, setting: MemorySetting) -> Optimizer:
-        settings = configure_phase(self.config.step_settings, phase)
-        if settings.optimizer.name != "adamw":
+        config = configure_phase(self.config, phase)
+        if config.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
-        return build_optimizer(settings, model, setting, length, parts=phase.parameters, groups=phase.groups)[0]
+        return build_optimizer(config, model, setting, length, parts=phase.parameters, groups=phase.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
