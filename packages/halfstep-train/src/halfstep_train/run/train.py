@@ -210,83 +210,6 @@ def open_stored_run(
     return StoredRun(folder, settled, changes, path, checkpoint, damaged, stored, note)
 
 
-# --- the plan, the same on all ranks ---
-
-
-@dataclass(frozen=True, slots=True)
-class PlanChoice:
-    """The choice of a plan for a built workload; only rank 0 decides."""
-
-    config: RunConfig
-    workload: Workload
-    rank: RunRank
-    device: str  # asked for on this rank
-
-    def choose(self) -> Plan:
-        """Return the plan of a new run."""
-        return self._agree(self._decide)
-
-    def choose_again(self, folder: RunFolder, changes: Changes, *, is_other_mesh: bool) -> Plan:
-        """Return the stored plan, with new decisions and measurements for settings that have changed."""
-        if is_other_mesh or changes.touch("precision.", "device", "train.shard"):
-            return self.choose()
-        return self._agree(partial(self._update, folder, changes))
-
-    def _agree(self, make: Callable[[Rehearsal], Plan]) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials on rank 0."""
-        own, world = (self._trial_config, self.workload), self.rank.world
-        if world is None:
-            return make(RunRehearsal(*own))
-        device = probe(self.device).device
-        free = measure_free_bytes(torch.device(device)) if device.startswith("cuda") else 0
-        return LeadingRehearsal(*own, world, device, min(world.gather(free))).plan(make)
-
-    @property
-    def _trial_config(self) -> RunConfig:
-        """Return the config for trials: this rank's part of a batch, and no cutting into micro-batches."""
-        if self.rank.world is None:
-            return self.config
-        rows = self.rank.world.count_rows(self.config.train.batch_size)
-        return self.config.replace(train={"batch_size": rows, "auto_batch": False})
-
-    def _decide(self, rehearsal: Rehearsal) -> Plan:
-        plan = decide_plan(self.config, self.workload, probe(self.device))
-        if (world := self.rank.world) is not None:
-            trace = partial(build_traceable_step, self.config, self.workload.store)
-            plan = choose_sharding(self.config.train, self.workload, plan, world.size, self._say, trace)
-        return self._try_modes(plan, rehearsal)
-
-    def _update(self, folder: RunFolder, changes: Changes, rehearsal: Rehearsal) -> Plan:
-        plan = folder.read_plan()
-        refuse_missing_device(plan)
-        # Trials were measured for other settings: forget what they found and repeat them.
-        if not changes.touch(*MEASURED_FOR):
-            return plan
-        plan = strip_tuning(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
-        return self._try_modes(plan, rehearsal)
-
-    def _try_modes(self, plan: Plan, rehearsal: Rehearsal) -> Plan:
-        """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
-        train, world, store = self.config.train, self.rank.world, self.workload.store
-        if plan.shards and world is not None:
-            plan = dataclasses.replace(choose_sharded_mode(train.fast, plan, self._say), pieces=1)
-            trace = partial(build_traceable_step, self.config, store)
-            return choose_reduction(train, plan, world.size, self._say, trace)
-        trace = partial(build_traceable_step, self._trial_config, store)
-        peak = make_peak_predictor(rehearsal.config.train, trace)
-        plan = tune_plan(plan, rehearsal, self._say, peak=peak)
-        if not train.auto_batch:
-            return dataclasses.replace(plan, pieces=1)
-        free = rehearsal.free_bytes if isinstance(rehearsal, LeadingRehearsal) else None
-        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace, free)
-        return dataclasses.replace(plan, pieces=pieces)
-
-    def _say(self, line: str) -> None:
-        """Print to stderr: the run has no report yet."""
-        if not self.config.log.quiet:
-            print(line, file=sys.stderr, flush=True)
-
-
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
 
 
@@ -357,7 +280,7 @@ class Run:
                 made = copy_made_here(self.workload.frozen)
                 self.loaded = dataclasses.replace(self.loaded, config=apply_settled(self.config, self.workload))
                 self._refuse_unfit()
-                self._assemble(PlanChoice(self.config, self.workload, self.rank, self.device).choose())
+                self._assemble(self._agree_on_plan(self._decide))
                 folder = folder or self._create_folder(out, name)
                 if self.rank.writes:
                     lock.enter_context(folder.lock())
@@ -392,8 +315,8 @@ class Run:
             num_samples = [len(self.workload.train_samples), len(self.workload.val_samples)]
             other = refuse_changed_data(stored.state["num_samples"], num_samples, allow=allow_changes)
             self._refuse_unfit()
-            choice = PlanChoice(config, self.workload, self.rank, self.device)
-            plan = choice.choose_again(folder, changes, is_other_mesh=bool(stored.note))
+            is_changed = stored.note or changes.touch("precision.", "device", "train.shard")
+            plan = self._agree_on_plan(self._decide if is_changed else partial(self._update, changes))
             if self.rank.writes:
                 # Records of steps after the checkpoint: they will be repeated.
                 journal = stored.state["journal"]
@@ -424,6 +347,58 @@ class Run:
             self.parts = assemble(self.config, self.workload, plan, self.world)
         except OutOfMemory as error:
             raise explain_model_too_large(error, self.workload.model, plan, has_ema=self.config.ema.enabled) from error
+
+    # --- the plan, the same on all ranks ---
+
+    def _agree_on_plan(self, make: Callable[[Rehearsal], Plan]) -> Plan:
+        """Return one plan for all ranks, each with its own device, from trials on rank 0."""
+        if self.world is None:
+            return make(RunRehearsal(self.config, self.workload))
+        # Trials have this rank's part of a batch, and do not cut it into micro-batches.
+        rows = self.world.count_rows(self.config.train.batch_size)
+        config = self.config.replace(train={"batch_size": rows, "auto_batch": False})
+        device = probe(self.device).device
+        free = measure_free_bytes(torch.device(device)) if device.startswith("cuda") else 0
+        return LeadingRehearsal(config, self.workload, self.world, device, min(self.world.gather(free))).plan(make)
+
+    def _decide(self, rehearsal: Rehearsal) -> Plan:
+        """Return the plan of a new run."""
+        plan = decide_plan(self.config, self.workload, probe(self.device))
+        if self.world is not None:
+            trace = partial(build_traceable_step, self.config, self.workload.store)
+            plan = choose_sharding(self.config.train, self.workload, plan, self.world.size, self._say, trace)
+        return self._try_modes(plan, rehearsal)
+
+    def _update(self, changes: Changes, rehearsal: Rehearsal) -> Plan:
+        """Return the stored plan, with new measurements for settings that have changed."""
+        plan = self.folder.read_plan()
+        refuse_missing_device(plan)
+        # Trials were measured for other settings: forget what they found and repeat them.
+        if not changes.touch(*MEASURED_FOR):
+            return plan
+        plan = strip_tuning(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
+        return self._try_modes(plan, rehearsal)
+
+    def _try_modes(self, plan: Plan, rehearsal: Rehearsal) -> Plan:
+        """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
+        train, store = self.config.train, self.workload.store
+        if plan.shards and self.world is not None:
+            plan = dataclasses.replace(choose_sharded_mode(train.fast, plan, self._say), pieces=1)
+            trace = partial(build_traceable_step, self.config, store)
+            return choose_reduction(train, plan, self.world.size, self._say, trace)
+        trace = partial(build_traceable_step, rehearsal.config, store)
+        peak = make_peak_predictor(rehearsal.config.train, trace)
+        plan = tune_plan(plan, rehearsal, self._say, peak=peak)
+        if not train.auto_batch:
+            return dataclasses.replace(plan, pieces=1)
+        free = rehearsal.free_bytes if isinstance(rehearsal, LeadingRehearsal) else None
+        pieces = choose_pieces(rehearsal.config.train, plan, self._say, trace, free)
+        return dataclasses.replace(plan, pieces=pieces)
+
+    def _say(self, line: str) -> None:
+        """Print to stderr: the run has no report yet."""
+        if not self.config.log.quiet:
+            print(line, file=sys.stderr, flush=True)
 
     # --- the loop and its ending ---
 
