@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,17 +12,8 @@ from halfstep_train.exercises import Claim, Story
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptPart:
-    """A computation that stays in fp32: its error in fp32 and in a half format, relative to fp64."""
-
-    name: str
-    format: str
-    error_fp32: float
-    error_half: float
-    seen: str
-    """What happens in half precision, with numbers."""
-    why: str
+Measured = tuple[tuple[str, ...], Claim]
+"""A row of the table: a computation, its half format, what breaks, and its errors. The claim says why it breaks."""
 
 
 def run() -> Story:
@@ -38,8 +28,8 @@ def run() -> Story:
     return Story(
         title="Exercise 3: what stays in fp32, and why",
         titles=("part", "in half", "what breaks", "error fp32", "error half"),
-        rows=[(p.name, p.format, p.seen, f"{p.error_fp32:.1e}", f"{p.error_half:.1e}") for p in parts],
-        claims=[Claim(text=f"{p.name}: {p.why}", holds=p.error_half > 1e3 * max(p.error_fp32, 1e-12)) for p in parts],
+        rows=[row for row, _ in parts],
+        claims=[claim for _, claim in parts],
         comments=[
             "errors are relative to fp64; halfstep keeps these in fp32 in every precision: regions of the model as "
             "islands, and the weights that the optimizer updates"
@@ -47,7 +37,7 @@ def run() -> Story:
     )
 
 
-def measure_softmax() -> KeptPart:
+def measure_softmax() -> Measured:
     """Sum 4096 small terms: in bf16 the sum stops growing when a term is below half its spacing."""
 
     def compute_sums(logits: Tensor) -> Tensor:
@@ -67,7 +57,7 @@ def measure_softmax() -> KeptPart:
     )
 
 
-def measure_layer_norm() -> KeptPart:
+def measure_layer_norm() -> Measured:
     """Compute a variance: squares of activations above 256 exceed fp16's largest number."""
 
     def compute_variance(values: Tensor) -> Tensor:
@@ -84,7 +74,7 @@ def measure_layer_norm() -> KeptPart:
     )
 
 
-def measure_dice() -> KeptPart:
+def measure_dice() -> Measured:
     """Compute Dice, which sums over all pixels of a batch."""
 
     def compute_dice(p: Tensor, m: Tensor) -> Tensor:
@@ -103,7 +93,7 @@ def measure_dice() -> KeptPart:
     )
 
 
-def measure_noise_schedule() -> KeptPart:
+def measure_noise_schedule() -> Measured:
     """Compute the linear DDPM schedule: in bf16 the first steps add no noise."""
     betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
     return _measure(
@@ -116,7 +106,7 @@ def measure_noise_schedule() -> KeptPart:
     )
 
 
-def measure_master_weights() -> KeptPart:
+def measure_master_weights() -> Measured:
     """Apply 1,000 updates of 0.0001 each: in bf16 the weight never changes."""
 
     def train_weight(update: Tensor) -> Tensor:
@@ -144,19 +134,14 @@ def _measure(
     *values: Tensor,
     describe: Callable[[Tensor, Tensor], str],
     why: str,
-) -> KeptPart:
+) -> Measured:
     """Compute in fp64, fp32 and the half format from the same fp64 values."""
     exact, single, found = (
         compute(*(value.to(dtype) for value in values)) for dtype in (torch.float64, torch.float32, HALF[half])
     )
-    return KeptPart(
-        name=name,
-        format=half,
-        error_fp32=_compute_error(single, exact),
-        error_half=_compute_error(found, exact),
-        seen=describe(found, exact),
-        why=why,
-    )
+    error_fp32, error_half = _compute_error(single, exact), _compute_error(found, exact)
+    row = (name, half, describe(found, exact), f"{error_fp32:.1e}", f"{error_half:.1e}")
+    return row, Claim(text=f"{name}: {why}", holds=error_half > 1e3 * max(error_fp32, 1e-12))
 
 
 def _compute_error(found: Tensor, exact: Tensor) -> float:

@@ -373,11 +373,6 @@ class PackingBar(contextlib.ExitStack):
         self._path = path
         self._bar: Bar | None = None
 
-    @property
-    def was_shown(self) -> bool:
-        """True if anything was packed."""
-        return self._bar is not None
-
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
             console = Console(stderr=True)

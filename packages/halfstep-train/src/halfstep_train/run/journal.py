@@ -103,7 +103,7 @@ class Journal:
         self.attempted = 0
         self.num_records = 0
         self.latest: Reading | None = None
-        self.num_skipped = self.num_spikes = 0
+        self.num_skipped = 0
         self.phases = tuple(own.phase.name for own in parts.phases)
         self.seen = {name: PhaseProgress() for name in self.phases or ("",)}
         """By phase; a run without phases has one entry with an empty name."""
@@ -144,7 +144,6 @@ class Journal:
         """Print and record what went wrong in a step, and add up the losses of committed ones."""
         step = f"step {reading.attempted}" + (f" of {phase}" if phase else "")
         if reading.is_spike and not reading.is_bad:
-            self.num_spikes += 1
             self._record_event("spike", reading, f"{step}: the loss spiked to {reading.loss:.4g}", "warning", phase)
         if not reading.is_bad:
             self.seen[phase].loss_sum += reading.loss
@@ -399,7 +398,6 @@ class Journal:
             "num_records": self.num_records,
             "seen": {name: asdict(one) for name, one in self.seen.items()},
             "num_skipped": self.num_skipped,
-            "num_spikes": self.num_spikes,
             "elapsed_s": self.elapsed_s,
         }
 
@@ -409,7 +407,7 @@ class Journal:
         for name, own in state["seen"].items():
             newest = own["newest"] and load_reading(own["newest"])
             self.seen[name] = PhaseProgress(newest, float(own["loss_sum"]), int(own["num_losses"]))
-        self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
+        self.num_skipped = int(state["num_skipped"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 
 
