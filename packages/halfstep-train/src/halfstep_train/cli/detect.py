@@ -69,7 +69,14 @@ def command(
     if as_json:
         found = [{**hardware.to_dict(), "advice": advice.to_dict()} for hardware, advice in answers]
         return typer.echo(json.dumps({"devices": found}, indent=2))
-    return print_tables(answers)
+    console = Console()
+    for hardware, advice in answers:
+        print_device(console, hardware, advice)
+    if all(hardware.kind == "cpu" for hardware, _ in answers):
+        console.print(
+            "This machine has no GPU. `halfstep detect NAME` reports one you may rent: v100, 4090, h200.", style="dim"
+        )
+    return None
 
 
 def report_bugs(*, as_json: bool) -> None:
@@ -128,16 +135,6 @@ def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware,
         with progress.status(f"measuring {hardware.device} ({hardware.name}), a few seconds"):
             measured.append(measure_once(hardware, find_cache_directory(), measure, fresh=fresh))
     return tuple(measured)
-
-
-def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
-    console = Console()
-    for hardware, advice in answers:
-        print_device(console, hardware, advice)
-    if all(hardware.kind == "cpu" for hardware, _ in answers):
-        console.print(
-            "This machine has no GPU. `halfstep detect NAME` reports one you may rent: v100, 4090, h200.", style="dim"
-        )
 
 
 def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -> None:

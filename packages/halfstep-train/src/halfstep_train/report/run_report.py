@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -422,8 +422,7 @@ class RunReport:
     def show_header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
         """Print the header: workload, device, precision and reasons."""
         self._show_card(title, rows, border="cyan", is_hidden=self._quiet)
-        for warning in dict.fromkeys(warnings):
-            self.notice(warning, "warning")
+        self.warn(warnings)
 
     @contextlib.contextmanager
     def show_phase(
@@ -458,6 +457,10 @@ class RunReport:
             self._print_line(f"{level}: {text}", style=STYLES[level], console=self._warnings)
         else:
             self._print_line(text, style=STYLES[level], is_hidden=self._quiet)
+
+    def warn(self, texts: Iterable[str]) -> None:
+        for text in dict.fromkeys(texts):
+            self.notice(text, "warning")
 
     def show_epoch(self, label: str, lines: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> None:
         """Print the lines of an epoch; if verbose also each (name, train value, validation value) as a table."""

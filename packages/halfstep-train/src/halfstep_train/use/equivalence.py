@@ -37,6 +37,7 @@ class RowVerdict:
     low: float
     high: float
     """The interval that was judged."""
+    margin: float
     seeds_needed: int | None = None
     """Seeds that would show "same" if mean and deviation stay; None if no number would, or none is needed."""
     why: str = ""
@@ -108,7 +109,7 @@ def judge_rows(baseline: Sequence[float], rows: Mapping[str, Sequence[float]], m
 def _judge_row(differences: NDArray[np.float64], margin: float, level: float) -> RowVerdict:
     """Judge one row by the confidence interval of its paired differences."""
     count = len(differences)
-    nothing = RowVerdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan)
+    nothing = RowVerdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
     if count < FEWEST_SEEDS:
         return replace(nothing, why=f"{count} paired seeds; at least {FEWEST_SEEDS} are needed")
     if not np.isfinite(differences).all():

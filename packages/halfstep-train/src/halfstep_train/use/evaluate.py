@@ -227,8 +227,7 @@ def evaluate(
     is_usual = batch_size in (None, config.train.val_batch_size or config.train.batch_size)
     differing = () if is_usual else workload.by_batch
     scores = [f"--batch-size {batch_size} gives different scores from training: {what}" for what in differing]
-    for note in (*run.notes, *plan.warnings, *workload.notes, *scores):
-        report.notice(note, "warning")
+    report.warn((*run.notes, *plan.warnings, *workload.notes, *scores))
     evaluation = evaluating_as(workload)
     with (
         make_fresh_folder(out, run.folder.report / "evaluation") as folder,
@@ -277,8 +276,7 @@ def load_data(
                 error.fix = f"give data in the layout of the run's data, {stored or 'its demo data'}"
             raise
     config, notes = find_moved_data(run.config, run.folder)
-    for note in notes:
-        report.notice(note, "warning")
+    report.warn(notes)
     workload = build_workload(kind.drop_training_settings(config), run.store)
     if len(workload.val_samples) == 0:
         raise DataError(

@@ -90,8 +90,7 @@ def export(
     with name_lost_files(run.frozen):
         config, workload = load_data(run, evaluating_as, data, report)
     plan = choose_plan(run, workload.model, device="cpu", precision="fp32")
-    for note in (*run.notes, *plan.warnings):
-        report.notice(note, "warning")
+    report.warn((*run.notes, *plan.warnings))
     target = out or find_unused_path(run.folder.path / "export" / f"{to}-{format}")
     refuse_used_folder(target)
     # Hidden until everything is written and scored: an interrupted export leaves nothing behind.

@@ -12,7 +12,7 @@ from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.step.randomness import choose_algorithms
-from halfstep_train.data.files import list_some, make_natural_key
+from halfstep_train.data.files import list_files, list_some
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.report.run_report import Answer, Failure, Predictions, RunReport
 from halfstep_train.run.frozen_modules import name_lost_files
@@ -50,11 +50,7 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
 def _list_inputs(given: Path, endings: Sequence[str]) -> list[Input]:
     if given.is_file():
         return [Input(path=given, name=Path(given.name))]  # any ending, because the user named the file
-    names = (path.relative_to(given) for path in given.rglob("*") if path.suffix.lower() in endings and path.is_file())
-    visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return [
-        Input(path=given / name, name=name) for name in sorted(visible, key=lambda name: make_natural_key(str(name)))
-    ]
+    return [Input(path=path, name=path.relative_to(given)) for path in list_files(given, endings, recursive=True)]
 
 
 def predict(
@@ -87,8 +83,7 @@ def predict(
     if command.needs_input:
         _refuse_none_usable(inputs, failed)
     plan = choose_plan(run, predictor.model, device=device, precision=precision, frozen=frozen)
-    for note in (*run.notes, *plan.warnings):
-        report.notice(note, "warning")
+    report.warn((*run.notes, *plan.warnings))
     has_folder = request.out is not None or command.writes_files
     opened: AbstractContextManager[Path | None] = nullcontext()
     if has_folder:
