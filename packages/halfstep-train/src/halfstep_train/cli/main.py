@@ -264,7 +264,7 @@ def _suggest_instead(option: str, options: Sequence[Any]) -> str:
         taking = [one for one in options if one.name in ("precision", "precisions", "target")]
         return f"use {taking[0].opts[0]} {taking[0].metavar or precision}. " if taking else ""
     if "arguments" in names and (name in {*KEY_ALIASES, *PRECISION_KEYS, *PER_RANK_KEYS} or "." in name):
-        return f"write settings as {KEY_ALIASES[name].path if name in KEY_ALIASES else name}=VALUE. "
+        return f"write settings as {KEY_ALIASES.get(name, name)}=VALUE. "
     return ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from halfstep_train.config.section import parse_scalar
@@ -29,14 +28,6 @@ PRECISION_KEYS |= {
     for key, role in PRECISION_KEYS.items()
     if key != "precision.default"
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alias:
-    """The setting that a foreign key means, and how its value is converted."""
-
-    path: str
-    convert: Callable[[object], object]
 
 
 def convert_compile_model(compile_model: object) -> object:
@@ -110,11 +101,8 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "log.ledger": ("ledger", "ledger_every"),
     "log.watch": ("watch",),
 }
-KEY_ALIASES: dict[str, Alias] = {
-    key: Alias(path=path, convert=CONVERSIONS.get(path, lambda value: value))
-    for path, keys in FOREIGN_KEYS.items()
-    for key in keys
-}
+KEY_ALIASES: dict[str, str] = {key: path for path, keys in FOREIGN_KEYS.items() for key in keys}
+"""The setting that each foreign key means."""
 
 PER_RANK_KEYS: dict[str, str] = {
     "per_device_train_batch_size": "train.batch_size",
