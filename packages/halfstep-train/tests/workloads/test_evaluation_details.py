@@ -40,7 +40,7 @@ def test_image_scores_are_the_mean_iou_of_the_classes_an_image_shows_the_worst_f
             pairs = [((found == k) & valid, (mask == k) & valid) for k in range(1, NUM)]
             scores = [int((a & b).sum()) / int((a | b).sum()) for a, b in pairs if (a | b).any()]
             expected[index] = sum(scores) / len(scores) if scores else 1.0
-    found_scores = details.rank_images()
+    found_scores = details.rank_samples()
     assert dict(found_scores) == pytest.approx(expected)
     assert [score for _, score in found_scores] == sorted(expected.values())
 
@@ -78,7 +78,7 @@ def test_an_image_counted_by_its_class_maps_has_the_counts_of_the_batch() -> Non
         for index in range(2):
             single.add_image(predict_classes(logits)[index].byte(), mask[index], index)
         assert single.compute() == batched.compute()
-        assert single.rank_images() == batched.rank_images()
+        assert single.rank_samples() == batched.rank_samples()
 
 
 # --- values that follow a schedule are tensors ---

@@ -27,7 +27,8 @@ from halfstep_train.use.evaluate import (
 )
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import PredictCommand, load_part, resolve_options
-from halfstep_train.workloads.base.using import Input, Predictor, PredictRequest, get_frozen_parts
+from halfstep_train.workloads.base.using import Input, Predictor, PredictRequest
+from halfstep_train.workloads.base.workload import wrap_frozen_parts
 
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
@@ -76,7 +77,7 @@ def predict(
         raise ConfigError(f"{asked[0]}: {run.config.workload} takes no input files", fix="leave it out")
     with name_lost_files(run.frozen), skip_initialisation():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
-    frozen = check_frozen_parts(run, get_frozen_parts(predictor))
+    frozen = check_frozen_parts(run, wrap_frozen_parts(getattr(predictor, "frozen", {})))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _report_failure(failure, report)

@@ -14,6 +14,7 @@ class Sums:
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self._ranked: list[Tensor] = []
 
     def add(self, **more: Tensor) -> None:
         """Add to the sums by name, without a host wait."""
@@ -32,6 +33,16 @@ class Sums:
         """Return the mean of each name given to `add_mean` that has counted values; waits for the device."""
         pairs = {name: found.tolist() for name, found in self.sums.items()}
         return {name: total / count for name, (total, count) in pairs.items() if count}
+
+    def add_ranked(self, indices: Tensor, scores: Tensor) -> None:
+        """Keep the scores of single samples for `rank_samples`, without a host wait."""
+        self._ranked.append(torch.stack([indices.double(), scores.double()]))
+
+    def rank_samples(self, *, largest_first: bool = False) -> list[tuple[int, float]]:
+        """Return (index, score) of the samples given to `add_ranked`, sorted by score; waits for the device."""
+        rows = torch.cat(self._ranked, dim=1).T.tolist() if self._ranked else []
+        sign = -1 if largest_first else 1
+        return sorted(((int(index), score) for index, score in rows), key=lambda row: (sign * row[1], row[0]))
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.sums)

@@ -24,7 +24,7 @@ from halfstep_train.data.files import TRAIN_NAMES, VALIDATION_NAMES
 from halfstep_train.data.image_folder import KAGGLE_TRAIN
 from halfstep_train.data.images import open_image_file
 from halfstep_train.report.run_report import Answer, Bar, Cell, Failure
-from halfstep_train.workloads.base.workload import Batch, FrozenPart, Metrics, OpenedData, Workload, wrap_frozen_parts
+from halfstep_train.workloads.base.workload import Batch, Metrics, OpenedData, Workload
 from halfstep_train.workloads.classification.data import has_stored_images
 
 
@@ -144,10 +144,6 @@ class Predictor(Protocol):
         """Yield one answer per input, in order. The progress bar counts inputs. A predictor without inputs
         (`PredictCommand.needs_input`) yields as many answers as the options request, and sets `bar.total` first."""
         ...
-
-
-def get_frozen_parts(predictor: Predictor) -> dict[str, FrozenPart]:
-    return wrap_frozen_parts(getattr(predictor, "frozen", {}))
 
 
 def describe_failure(item: Input, error: DataError) -> Failure:

@@ -61,19 +61,10 @@ SHOWN_EACH = 2
 class RadioDetails(RadioMetrics):
     """Validation metrics that also keep the NMSE of each map."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._scored: list[Tensor] = []
-
     def add_maps(self, predicted: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = super().add_maps(predicted, batch)
-        self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
+        self.add_ranked(batch["index"], found["nmse"])
         return found
-
-    def rank_maps(self) -> list[tuple[int, float]]:
-        """Return (index, NMSE) of each map, worst first; waits for the device."""
-        scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
-        return sorted(((int(index), score) for index, score in scored), key=lambda found: (-found[1], found[0]))
 
 
 class RadioEvaluation(PlainEvaluation):
@@ -87,7 +78,8 @@ class RadioEvaluation(PlainEvaluation):
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Draw the worst, median and best validation maps."""
-        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(self.metrics.rank_maps(), SHOWN_EACH)]
+        ranked = self.metrics.rank_samples(largest_first=True)
+        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(ranked, SHOWN_EACH)]
         if not rows:
             return []
         path = folder / "contact_sheet.png"

@@ -160,7 +160,7 @@ class SegmentationEvaluation(PlainEvaluation):
         )
 
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
-        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(self.metrics.rank_images(), SHOWN_EACH)]
+        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(self.metrics.rank_samples(), SHOWN_EACH)]
         path = folder / "contact_sheet.png"
         names = [f"{number}: {value}" for number, value in enumerate(self.values)]
         draw_contact_sheet(rows, background=self.background, names=names).save(path)

@@ -145,10 +145,6 @@ def _average(values: list[float]) -> float:
 class SegmentationDetails(SegmentationMetrics):
     """Validation metrics that also keep the scores of each class and each image."""
 
-    def __init__(self, num_classes: int, background: int | None = 0) -> None:
-        super().__init__(num_classes, background)
-        self._scored: list[Tensor] = []
-
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
         self._add(count_pixels(predict_classes(logits), batch["mask"], self.num_classes), batch["index"])
 
@@ -158,7 +154,7 @@ class SegmentationDetails(SegmentationMetrics):
 
     def _add(self, counts: Tensor, indices: Tensor) -> None:
         self.add(counts=counts.sum(1))
-        self._scored.append(torch.stack([indices.double(), compute_image_iou(counts, self.background)]))
+        self.add_ranked(indices, compute_image_iou(counts, self.background))
 
     def score_classes(self) -> list[dict[str, float | None]]:
         """Return the scores of each class, None for ratios with a denominator of 0; waits for the device."""
@@ -174,11 +170,6 @@ class SegmentationDetails(SegmentationMetrics):
             }
             for hit, predicted, true in rows
         ]
-
-    def rank_images(self) -> list[tuple[int, float]]:
-        """Return (index, IoU) of each image, worst first; waits for the device."""
-        scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
-        return sorted(((int(index), score) for index, score in scored), key=lambda found: (found[1], found[0]))
 
 
 def compute_image_iou(counts: Tensor, background: int | None = 0) -> Tensor:

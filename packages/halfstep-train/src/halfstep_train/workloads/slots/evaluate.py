@@ -69,7 +69,6 @@ class SlotDetails(SlotMetrics):
 
     def __init__(self, counted: SlotMetrics) -> None:
         super().__init__(ignore_background=bool(counted.from_label), skip_empty=counted.skip_empty)
-        self._scored: list[tuple[Tensor, Tensor]] = []
         self._shares: list[Tensor] = []
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
@@ -83,13 +82,8 @@ class SlotDetails(SlotMetrics):
 
     def add_clips(self, masks: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         scores = super().add_clips(masks, batch)
-        self._scored.append((batch["index"], scores))
+        self.add_ranked(batch["index"], scores)
         return scores
-
-    def rank_clips(self) -> list[tuple[int, float]]:
-        """Return (clip, FG-ARI), worst first; waits for the device."""
-        pairs = [pair for index, scores in self._scored for pair in zip(index.tolist(), scores.tolist(), strict=True)]
-        return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
     def compute_shares(self) -> list[float]:
         """Return the share of all pixels that each slot takes."""
@@ -135,7 +129,7 @@ class SlotEvaluation(PlainEvaluation):
         written = []
         # Without true masks nothing is ranked: draw the first clips.
         first = [("first", index, 0.0) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
-        for kind, index, _ in pick_worst_to_best(self.metrics.rank_clips(), SHOWN_EACH) or first:
+        for kind, index, _ in pick_worst_to_best(self.metrics.rank_samples(), SHOWN_EACH) or first:
             _, outputs = look(index)
             sample = self.workload.val_samples.sample(index, key=(0, 0, index))
             frames, slots, truth = make_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
