@@ -97,6 +97,7 @@ def test_a_duplicate_key_is_refused_with_both_lines() -> None:
         ("a: \x00\n", "bad YAML"),
         ("- 1\n- 2\n", "found a list"),
         ("just words\n", "found the text 'just words'"),
+        ("long " * 99, "found the text 'long long long long long long long long long long long [...]'"),
         ("a: !!python/object/apply:os.system ['true']\n", r"a.yaml:1: the tag !!python/object/apply:os.system"),
         ("a: !secret 1\n", "a.yaml:1: the tag !secret"),
         ("? [1, 2]\n: 3\n", "a.yaml:1: a key must be text"),

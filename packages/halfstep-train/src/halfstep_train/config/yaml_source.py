@@ -7,6 +7,7 @@ bounds, because a few lines of nested aliases could otherwise expand to gigabyte
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def parse_yaml(text: str, name: str) -> Document:
     if root is None:
         return Document(name=name, values={})
     if not isinstance(root, yaml.MappingNode):
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r}"
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {textwrap.shorten(root.value, 60)!r}"
         raise ConfigError(f"{name}: expected `key: value` settings, found {kind}", fix="start with `workload: unet`")
     walk = Walk(name)
     values = walk.read_value(root, ())

@@ -135,10 +135,11 @@ class Checkpoints:
         if not file.is_file():
             return None
         try:
-            name = parse_json(file.read_bytes())["checkpoint"]
-            if not NAME.fullmatch(name):
+            found = parse_json(file.read_bytes())
+            name = found.get("checkpoint") if isinstance(found, dict) else found
+            if not NAME.fullmatch(str(name)):
                 raise ValueError(f"{name!r} is not a checkpoint name")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             # Without it the best checkpoint would be dropped as an old one.
             raise CheckpointError(
                 f"{file} cannot be read: {error or type(error).__name__}",
