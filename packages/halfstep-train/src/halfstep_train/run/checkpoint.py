@@ -136,8 +136,8 @@ class Checkpoints:
             return None
         try:
             found = parse_json(file.read_bytes())
-            name = found.get("checkpoint") if isinstance(found, dict) else found
-            if not NAME.fullmatch(str(name)):
+            name = str(found.get("checkpoint")) if isinstance(found, dict) else str(found)
+            if not NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not a checkpoint name")
         except (OSError, ValueError) as error:
             # Without it the best checkpoint would be dropped as an old one.
