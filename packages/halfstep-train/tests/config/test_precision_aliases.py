@@ -190,6 +190,12 @@ def test_every_foreign_key_leads_to_a_setting_that_exists_and_hides_none() -> No
     )
 
 
+@pytest.mark.parametrize(("written", "meant"), [(-1, 0), (7, 7)])
+def test_a_number_of_steps_below_zero_is_no_limit_in_other_trainers(written: int, meant: int) -> None:
+    assert from_dict("unet", {"trainer.max_steps": written}).config.train.max_steps == meant
+    assert load("unet", overrides=[f"max_steps={written}"]).config.train.max_steps == meant
+
+
 def test_guide_0s_dict_is_understood_as_written() -> None:
     config = from_dict(
         "unet",

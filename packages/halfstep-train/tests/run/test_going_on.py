@@ -37,6 +37,11 @@ def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.
     assert not stopped.value.code
     said = capsys.readouterr().out
     assert said == f"{folder} is finished after 2 of 2 epochs; to continue, add train.epochs=4 to the command\n"
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", str(folder), "lr=0.5", "--allow-changes"])
+    assert capsys.readouterr().out.endswith("; nothing was trained with optimizer.lr\n")
+    with pytest.raises(CheckpointError, match=r"has trained 2 epochs, not train.epochs=1"):
+        resume(folder, "train.epochs=1")
     resume(folder, "train.epochs=4")
     assert newest(folder).state["step"]["attempted"] == 24
 

@@ -107,9 +107,12 @@ def test_each_key_of_stage_2_means_something_or_is_named(tmp_path: Path) -> None
     notes = "\n".join(loaded.notes)
     assert "read as bf16; the public trainer computes it in fp16 without loss scaling" in notes
     assert "model.image_size, model.first_stage.ddconfig.resolution are not used: maps have data.image_size" in notes
-    assert "trainer.a_key_of_mine is not used: radiodiff has no such setting" in notes
+    assert (
+        "trainer.a_key_of_mine is not used: not a key of such files; settings of radiodiff can follow as KEY=VALUE"
+        in notes
+    )
     assert "model.unet.input_size is not used: the Fourier filter is sized from its map" in notes
-    silent = [note for note in loaded.notes if "has no such setting" in note]
+    silent = [note for note in loaded.notes if "not a key of such files" in note]
     assert len(silent) == 1
 
 
@@ -120,7 +123,7 @@ def test_stage_1_is_translated_and_its_turns_are_explained(tmp_path: Path) -> No
     assert (config.model.discriminator.start, config.schedule.power, config.precision.default) == (50001, 0.95, "fp32")
     notes = "\n".join(loaded.notes)
     assert "never trains its discriminator" in notes
-    assert "has no such setting" not in notes
+    assert "not a key of such files" not in notes
 
 
 def test_weights_that_a_public_file_names_must_exist(tmp_path: Path) -> None:

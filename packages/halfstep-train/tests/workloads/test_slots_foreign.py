@@ -118,7 +118,7 @@ def test_a_file_of_theirs_is_our_run(written: Path) -> None:
     said = "\n".join(loaded.notes)
     for key in ("experiment_name", "dataset.train_pipeline.video_size", "dataset.val_pipeline.transforms.num_classes"):
         assert any(key in note and "not used: " in note for note in loaded.notes)
-    assert "has no such setting" not in said
+    assert "not a key of such files" not in said
     assert "--use-optimizations: bf16 is requested, so TF32 stays off" in said
 
 

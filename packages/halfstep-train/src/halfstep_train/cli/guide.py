@@ -22,7 +22,7 @@ def command(
     ] = None,
     device: Device = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Probe the device without measuring its formats.")
+        bool, typer.Option("--no-measure", help="Probe a GPU without measuring its formats.")
     ] = False,
 ) -> None:
     """Write a config by answering a few questions, and start it.
@@ -51,7 +51,9 @@ def command(
         asker = Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
         if answers is not None:
             asker = Scripted(console, add_task(read_answers(answers, QUESTIONS)))
-        (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
+        (hardware,) = probe_devices(device or "auto", look_only=True, fresh=False)
+        if hardware.kind != "cpu" and not no_measure:  # training on a CPU goes by what it says it can do
+            (hardware,) = probe_devices(device or "auto", look_only=False, fresh=False)
         # Demo data and pictures are removed if the conversation ends early.
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
             file, start = guide(asker, console, hardware, device, Path(scratch))

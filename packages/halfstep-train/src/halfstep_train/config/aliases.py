@@ -38,6 +38,8 @@ def convert_compile_model(compile_model: object) -> object:
 
 CONVERSIONS: dict[str, Callable[[object], object]] = {
     "train.fast": convert_compile_model,
+    # Other trainers write -1 where no step limits the run.
+    "train.max_steps": lambda limit: 0 if str(limit) == "-1" else limit,
     "train.clip_type": lambda algorithm: {"norm": "l2"}.get(str(algorithm), algorithm),
 }
 """How values of foreign keys become values of these settings; all others stay as they are."""
@@ -128,6 +130,9 @@ HABITS: dict[str, str] = {
     "gpu_ids": "--gpus 1,2 trains on these two; under torchrun or accelerate launch set CUDA_VISIBLE_DEVICES=1,2",
     "distributed_type": "leave it out, and type --gpus 2, or start with accelerate launch; FSDP: train.shard=true",
     "accelerator": "--device cpu, cuda or mps",
+    "adam_beta1": "optimizer.betas=[0.9,0.999]",
+    "adam_beta2": "optimizer.betas=[0.9,0.999]",
+    "warmup_ratio": "schedule.warmup_epochs=0.3, or schedule.warmup_steps=500",
     "optim": "optimizer.name=adamw, and optimizer.moment_bits=8 for 8-bit AdamW",
     "val_check_interval": "train.validate_every_steps=N or train.validate_every=EPOCHS",
     "save_strategy": "leave it out: each epoch is saved; train.checkpoint_every=N saves by steps",

@@ -88,7 +88,7 @@ def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, ov
     unused = {key: why for key in keys if (why := find_enclosing(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
     strange = [key for key in keys if key not in unused and find_enclosing(used, key) is None]
-    unused |= dict.fromkeys(strange, f"{found.workload} has no such setting")
+    unused |= dict.fromkeys(strange, f"not a key of such files; settings of {found.workload} can follow as KEY=VALUE")
     # One note per reason, so that a long file does not print a line per key.
     by_reason = {why: [key for key in unused if unused[key] == why] for why in unused.values()}
     changed = f", with {', '.join(overrides)}" if overrides else ""

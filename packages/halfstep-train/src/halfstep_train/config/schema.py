@@ -99,7 +99,7 @@ class ScheduleConfig(Section):
     milestones: PositiveCount | tuple[PositiveCount, ...] = setting(
         (), "Steps at which the step schedule cuts; one number: steps between two cuts; default: 10,000"
     )
-    patience: PositiveCount = setting(5, "Validations without improvement before the plateau schedule cuts")
+    patience: PositiveCount = setting(5, "Validations without improvement that the plateau schedule allows")
     factor: float = setting(0.1, "Factor at each cut of the step and plateau schedules", gt=0, lt=1)
 
 

@@ -302,7 +302,9 @@ def describe_rank_effects(parts: Assembly, *, lacks_capsules: bool) -> list[str]
     train, world = parts.train, parts.world
     if world is None or world.size == 1:
         return []
-    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in parts.workload.by_batch]
+    notes = [
+        f"computed over the samples of one rank, not of the whole batch: {what}" for what in parts.workload.by_batch
+    ]
     each = world.count_rows(train.batch_size, world.size - 1)
     # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in parts.model.modules())

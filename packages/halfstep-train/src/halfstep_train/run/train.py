@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.disk import make_absolute
-from halfstep.errors import HalfstepError, format_count
+from halfstep.errors import CheckpointError, HalfstepError, format_count
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
@@ -36,6 +36,7 @@ from halfstep_train.run.ending import finish_run, handle_ending, import_callback
 from halfstep_train.run.engine import LeadingRehearsal, RunRehearsal
 from halfstep_train.run.evidence import record_faults
 from halfstep_train.run.folder import (
+    FREE,
     Changes,
     RunFolder,
     RunSource,
@@ -116,11 +117,19 @@ class StoredRun:
 
     def is_done(self, config: RunConfig, *, tells: bool) -> bool:
         """True if nothing is left to do; a finished run may still lack files that a kill prevented."""
+        epoch, asked = self.state["position"]["epoch"], config.train.epochs
+        if asked < epoch:
+            raise CheckpointError(
+                f"{self.folder.path} has trained {format_count(epoch, 'epoch')}, not train.epochs={asked}",
+                fix=f"train.epochs={epoch} ends the run here, a larger number continues it",
+            )
         finished = explain_finished(config, self.state)
         if not finished or not self._is_tidy(config):
             return False
         if tells:
-            RunReport(self.folder.path).notice(f"{self.folder.path} is {finished}")
+            changed = [key for key in self.changes.keys if not key.startswith(FREE)]
+            unused = f"; nothing was trained with {', '.join(changed)}" if changed else ""
+            RunReport(self.folder.path).notice(f"{self.folder.path} is {finished}{unused}")
         return True
 
     def _is_tidy(self, config: RunConfig) -> bool:
