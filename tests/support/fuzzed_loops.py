@@ -197,7 +197,8 @@ def clean_up(world: World) -> None:
     if "repaired" in world.saved:
         weight, then = world.saved.pop("repaired")
         with torch.no_grad():
-            weight.view(-1)[0] = then.view(-1)[0]
+            first = (0,) * weight.ndim  # it may have other strides by now
+            weight[first] = then[first]
 
 
 @contextlib.contextmanager

@@ -632,7 +632,7 @@ def spoil_weight(world: World, number: int) -> None:
     weight = choose(world, number)
     with torch.no_grad():
         world.saved["repaired"] = weight, weight.clone()
-        weight.view(-1)[0] = float("inf")
+        weight[(0,) * weight.ndim] = float("inf")
 
 
 def replace_state(world: World, number: int) -> None:
