@@ -1,5 +1,6 @@
-"""A tiny workload without dropout and BatchNorm, so that any number of processes trains the same weights: noise and
-augmentation by place in the global batch. `model.options` says what goes wrong, at which step and in which process."""
+"""A tiny workload without dropout and, unless asked for, BatchNorm, so that any number of processes trains the same
+weights: noise and augmentation by place in the global batch. `model.options` says what goes wrong, at which step and in
+which process."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             value = value + (outputs - gather_rows(outputs)[0].mean(0)).pow(2).mean()
         return value, len(outputs)
 
-    MADE[:] = [nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))]
+    norm = [nn.BatchNorm2d(4)] if options.get("normalises") else []
+    MADE[:] = [nn.Sequential(nn.Conv2d(2, 4, 3), *norm, nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))]
     return Workload(
         name="ranked",
         model=MADE[0],

@@ -162,6 +162,7 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         ),
         "plateau": new("plateau", **PLATEAU, **{"model.options": {"rising": 1}}),
         "synced": new("synced", **{"train.sync_batch_norm": True}),
+        "statistics": new("statistics", **{"model.options": {"normalises": True}}),
         "bf16 sums": new("bf16 sums", **{"train.reduce": "bf16"}) | {"by": "srun"},
     }
 
@@ -226,6 +227,18 @@ def test_validation_and_training_metrics_count_every_sample_once(folder: Path, e
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["accuracy"] == theirs["accuracy"]
         assert ours["train_accuracy"] == theirs["train_accuracy"]
+
+
+def test_every_process_validates_the_stored_statistics(folder: Path, ends: dict[str, Any]) -> None:
+    """Each has normalised its own samples. Without the others' statistics the model is the one that is stored."""
+    assert ends["statistics"] == [None, None]
+    config = load(str(folder / "statistics" / "config.yaml")).config
+    workload = rank_workload.build(config)
+    workload.model.load_state_dict(newest(folder / "statistics").model)
+    samples = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(len(workload.val_samples))]
+    batch = {name: torch.stack([torch.as_tensor(one[name]) for one in samples]) for name in ("image", "label")}
+    loss, _ = workload.loss(workload.model.eval()(batch["image"]), batch)
+    assert records(folder / "statistics", "val")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_a_resumed_run_of_as_many_processes_is_the_same_to_the_bit(folder: Path, ends: dict[str, Any]) -> None:
