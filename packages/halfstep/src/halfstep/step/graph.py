@@ -254,19 +254,6 @@ def _make_fused_capturable(step: GuardedStep) -> None:
 
 
 # --- the memory a graph keeps for its replays ---
-# cuBLAS keeps one workspace for each stream, wherever it was first allocated: in the memory of the first graph captured
-# on it. Later graphs would write there when that graph is gone, so each allocates its own.
-
-
-@contextlib.contextmanager
-def use_own_workspace() -> Iterator[None]:
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
 # torch's allocator takes memory from the driver in segments of fixed size. Outside of a graph a gap in one is reused by
 # the next step or freed; a graph's segments stay reserved while it lives. In an expandable segment, one range of
 # addresses that grows at its end, freed neighbours are joined and hardly a gap remains.
@@ -313,3 +300,14 @@ def _write_settings(said: str, *, is_on: bool) -> str:
     words = ",".join(filter(None, [said, f"{SETTING}:{is_on}"]))
     torch._C._accelerator_setAllocatorSettings(words)
     return words
+
+
+@contextlib.contextmanager
+def use_own_workspace() -> Iterator[None]:
+    """Let cuBLAS allocate a new workspace inside. It keeps one for each stream, in the memory of the first graph that
+    was captured there, and later graphs would still write to it when that graph is gone."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
