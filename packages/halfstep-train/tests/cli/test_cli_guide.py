@@ -20,6 +20,8 @@ import pytest
 from command_line import run_command
 from data.picture_folders import write_split
 from halfstep.hardware.driver import Driver
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 from halfstep_train.cli.main import main
 from halfstep_train.run.memory.sizing import StepCost
 from halfstep_train.workloads import load
@@ -61,6 +63,15 @@ def commands_in(text: str) -> list[str]:
     """The command that was printed, as a shell would read it."""
     line = next(line for line in text.splitlines() if line.strip().startswith("halfstep train "))
     return shlex.split(line)[1:]
+
+
+def test_on_a_cpu_nothing_is_measured_and_the_precision_is_that_of_training(
+    place: Path, untraced: None, capsys: Capture
+) -> None:
+    code, _, _ = run_command(capsys, "guide", "--device", "cpu", "--yes")
+    assert code == 0
+    assert list((place.parent / "cache").rglob("cpu-*.json")) == []
+    assert load("resnet18-fast.yaml").config.precision.default == decide("auto", probe("cpu")).granted
 
 
 def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains_beside_an_older_one(

@@ -52,7 +52,8 @@ def command(
         if answers is not None:
             asker = Scripted(console, add_task(read_answers(answers, QUESTIONS)))
         (hardware,) = probe_devices(device or "auto", look_only=True, fresh=False)
-        if hardware.kind != "cpu" and not no_measure:  # training on a CPU goes by what it says it can do
+        # Training measures no CPU: by measurements the guide would suggest a precision that is then refused.
+        if hardware.kind != "cpu" and not no_measure:
             (hardware,) = probe_devices(device or "auto", look_only=False, fresh=False)
         # Demo data and pictures are removed if the conversation ends early.
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
